@@ -1,0 +1,102 @@
+"""The maintainer's commands: `python -m fork check | rebase | link | entry`, from the repository root."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fork.base_release import BaseRelease, download, pinned_archive
+from fork.check import Finding, check, rebase
+from fork.contract import contract_findings
+from fork.errors import ForkError
+from fork.manifest import Mode, load_manifest
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Exit status: 0 nothing found, 1 findings, 2 the command could not be carried out."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except ForkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fork", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("check", help="reject wrong files and broken contracts with the base")
+    command.set_defaults(command=_check)
+
+    command = commands.add_parser("rebase", help="report what a newer base release would touch; changes nothing")
+    command.add_argument("version", help="a version on the package index (0.20.0), or the path of its .tar.gz")
+    command.set_defaults(command=_rebase)
+
+    command = commands.add_parser("link", help="lay an editable install anew, after adding or removing a file")
+    command.set_defaults(command=_link)
+
+    command = commands.add_parser("entry", help="print the table to list a file with in pyproject.toml")
+    command.add_argument("path", help="the file, relative to the repository root")
+    modes = [mode.value for mode in Mode]
+    command.add_argument("--mode", choices=modes, help="default: adds, or replaces if the base has the file")
+    command.set_defaults(command=_entry)
+    return parser
+
+
+def _check(options: argparse.Namespace) -> int:
+    root = Path.cwd()
+    manifest = load_manifest(root)
+    base = BaseRelease.from_archive(pinned_archive(manifest, root))
+    findings = check(manifest, base, root)
+    # A contract can only be read from files that are there and parse.
+    if not findings:
+        findings = contract_findings(manifest, base, root)
+    when_none = f"{len(manifest.files)} files lie as they should over {manifest.base} {manifest.base_version}"
+    return _report(findings, when_none)
+
+
+def _rebase(options: argparse.Namespace) -> int:
+    root = Path.cwd()
+    manifest = load_manifest(root)
+    pinned = BaseRelease.from_archive(pinned_archive(manifest, root))
+    named = Path(options.version)
+    newer = BaseRelease.from_archive(named if named.is_file() else download(manifest.base, options.version))
+    findings = rebase(manifest, newer, pinned)
+    gone = {finding.path for finding in findings if "no longer has" in finding.problem}
+    if not gone:
+        findings += contract_findings(manifest, newer, root)
+    return _report(findings, f"{manifest.base} {options.version} changes none of the {len(manifest.files)} files")
+
+
+def _link(options: argparse.Namespace) -> int:
+    # Needs setuptools, which the other commands do without.
+    from fork.backend import link_editable_tree
+
+    print(f"laid {link_editable_tree()}")
+    return 0
+
+
+def _entry(options: argparse.Namespace) -> int:
+    root = Path.cwd()
+    manifest = load_manifest(root)
+    base = BaseRelease.from_archive(pinned_archive(manifest, root))
+    in_base = options.path in base
+    mode = options.mode or (Mode.REPLACES.value if in_base else Mode.ADDS.value)
+    lines = [f'[tool.fork.files."{options.path}"]', f'mode = "{mode}"']
+    if in_base:
+        lines.append(f'base_sha256 = "{base.sha256(options.path)}"')
+    print("\n".join([*lines, 'why = ""']))
+    return 0
+
+
+def _report(findings: list[Finding], when_none: str) -> int:
+    for finding in findings:
+        print(finding)
+    print(f"{len(findings)} findings" if findings else when_none)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
