@@ -116,9 +116,10 @@ def download(name: str, version: str, sha256: str | None = None) -> Path:
     directory = Path(_process_lifetime_directory())
     requirement = directory / "requirement.txt"
     requirement.write_text(f"{name}=={version}" + (f" --hash=sha256:{sha256}\n" if sha256 else "\n"), encoding="utf-8")
-    # pip asks the release for its metadata after the download, and that runs its setup.py: the switches that a user
-    # sets to compile ops are meant for the build, not for this.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("DS_BUILD")}
+    # pip asks the release for its metadata after the download, and that runs its setup.py. The switches that a user
+    # sets to compile ops are meant for the build, not for this, and so is what the pip that called us tells its hooks.
+    not_for_it = ("DS_BUILD", "_PYPROJECT_HOOKS_", "PEP517_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(not_for_it)}
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
     command += ["--no-binary", ":all:", "--dest", str(directory), "--requirement", str(requirement)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -142,7 +143,9 @@ def _pip_reason(stderr: str) -> str:
     if "No module named pip" in stderr:
         return "pip is not installed in this environment"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    if "[end of output]" in lines[1:]:  # what a failed setup.py said last
+        return lines[lines.index("[end of output]") - 1]
+    errors = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("error:")]
     return errors[0] if errors else (lines[-1] if lines else "pip gave no reason")
 
 
