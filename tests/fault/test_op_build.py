@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Callable, Iterator
 
 import pytest
 
@@ -50,58 +52,66 @@ LIMIT_S = 120
 
 
 @pytest.fixture
-def op(tmp_path: Path) -> Path:
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that builds and calls the op, in a process group of its own; none outlives the test."""
     source = tmp_path / "answer.cpp"
     source.write_text(SOURCE)
-    return source
+    started = []
+
+    def start_one(compiler: str = "g++") -> subprocess.Popen[str]:
+        settings = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": compiler}
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOAD, str(source)],
+            env={**os.environ, **settings},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
-def start(op: Path, compiler: Path | None = None) -> subprocess.Popen[str]:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(op.parent / "extensions")}
-    if compiler is not None:
-        environment["CXX"] = str(compiler)
-    return subprocess.Popen(
-        [sys.executable, "-c", LOAD, str(op)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def stuck_compiler(folder: Path) -> tuple[Path, Path, Path]:
+def stuck_compiler(folder: Path) -> tuple[str, Path, Path]:
     """The compiler, the FIFO that tells of its call, and the FIFO that holds it up."""
     called, go, compiler = folder / "called", folder / "go", folder / "compiler"
     os.mkfifo(called)
     os.mkfifo(go)
     compiler.write_text(STUCK_COMPILER.format(called=called, go=go))
     compiler.chmod(0o755)
-    return compiler, called, go
+    return str(compiler), called, go
 
 
-def test_a_killed_build_is_taken_over(op: Path) -> None:
-    compiler, called, _ = stuck_compiler(op.parent)
-    killed = start(op, compiler)
+def test_a_killed_build_is_taken_over(start, tmp_path: Path) -> None:
+    compiler, called, _ = stuck_compiler(tmp_path)
+    killed = start(compiler)
     assert called.read_text() == "compiling\n"  # blocks until the build has begun
-    lock = op.parent / "extensions/answer/lock"
+    lock = tmp_path / "extensions/answer/lock"
     assert lock.exists()
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=LIMIT_S)
     assert lock.exists(), "the leftover that the next process finds"
 
-    after = start(op)
+    after = start()
     printed, _ = after.communicate(timeout=LIMIT_S)
     assert after.returncode == 0, printed
     assert "answer 42" in printed
     assert printed.count("a killed build of op answer left") == 1
 
 
-def test_a_living_build_is_waited_for(op: Path) -> None:
-    compiler, called, go = stuck_compiler(op.parent)
-    first = start(op, compiler)
+def test_a_living_build_is_waited_for(start, tmp_path: Path) -> None:
+    compiler, called, go = stuck_compiler(tmp_path)
+    first = start(compiler)
     assert called.read_text() == "compiling\n"
-    second = start(op)
+    second = start()
     assert second.stdout is not None
     said = ""
     for line in second.stdout:  # until it says so, the second process has not reached the lock
