@@ -47,7 +47,8 @@ class MoeRecipe:
 def packaged_gguf() -> Path:
     """The GGUF file of the installed weights package. Raises FileNotFoundError with the command that installs it."""
     spec = importlib.util.find_spec(WEIGHTS_PACKAGE)
-    files = list(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    folders = (spec.submodule_search_locations or []) if spec else []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files:
         raise FileNotFoundError(
             f"package {WEIGHTS_PACKAGE} with a .gguf file is not installed; "

@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Iterator, TypeVar
+from typing import Any, Callable, Dict, Iterator, Optional, TypeVar
 
 # The legacy flavour puts the tree's directory on sys.path, where the base's setup.py looks for its op builders.
 from setuptools.build_meta import __legacy__ as setuptools_backend
@@ -43,7 +43,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-ConfigSettings = "dict[str, Any] | None"
+ConfigSettings = Optional[Dict[str, Any]]
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 

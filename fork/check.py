@@ -96,6 +96,6 @@ def _content(file: OverlayFile, base: BaseRelease, content: bytes) -> list[Findi
 
 def _changed_lines(old: bytes, new: bytes) -> tuple[int, int]:
     """How many lines a unified diff adds and removes."""
-    texts = [content.decode("utf-8", errors="replace").splitlines() for content in (old, new)]
-    diff = [line for line in difflib.unified_diff(*texts, n=0) if not line.startswith(("+++", "---"))]
+    before, after = (content.decode("utf-8", errors="replace").splitlines() for content in (old, new))
+    diff = [line for line in difflib.unified_diff(before, after, n=0) if not line.startswith(("+++", "---"))]
     return sum(line.startswith("+") for line in diff), sum(line.startswith("-") for line in diff)

@@ -1,0 +1,1 @@
+"""One module for each benchmark; `benchmarks.case.discover` finds them by their file names."""
