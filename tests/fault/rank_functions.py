@@ -187,4 +187,3 @@ def skip_without_module() -> None:
 
 def return_unpicklable() -> object:
     return lambda: None
-

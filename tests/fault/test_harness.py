@@ -246,6 +246,22 @@ def test_left_child_process_is_ended(rank_pools: RankPools) -> None:
     assert_works(rank_pools, 1)
 
 
+def test_rank_that_died_between_tests_is_replaced(rank_pools: RankPools) -> None:
+    pid = rank_pools[2].pids[1]
+    os.kill(pid, signal.SIGKILL)
+    assert rank_pools.start_template().wait_for_exit(pid, TIMEOUT_S) == -signal.SIGKILL
+    assert_works(rank_pools, 2)
+
+
+def test_ranks_end_with_the_template_and_both_are_replaced(rank_pools: RankPools) -> None:
+    template = rank_pools.start_template()
+    pids = rank_pools[2].pids
+    os.kill(template.pid, signal.SIGKILL)
+    assert all(wait_until_ended(pid) for pid in (template.pid, *pids))
+    assert_works(rank_pools, 2)
+    assert rank_pools.start_template().pid != template.pid
+
+
 PARENT_PROGRAM = """
 import sys
 from tests.rank_pool import RankPools
@@ -257,11 +273,11 @@ with RankPools() as pools:
 """
 
 
-def test_no_process_outlives_a_killed_session() -> None:
+def test_no_process_outlives_a_killed_session(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT_PROGRAM],
         cwd=REPOSITORY_DIR,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY_DIR)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY_DIR), "TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
