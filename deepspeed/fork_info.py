@@ -6,6 +6,7 @@
 """
 
 import functools
+import importlib
 import json
 import multiprocessing
 import os
@@ -54,13 +55,18 @@ def load() -> ForkInfo:
         raise RuntimeError(
             f"{_MANIFEST}: expected the manifest written by the build, got: {error}; install the package again with pip"
         ) from error
+    # The version as installed: DS_BUILD_STRING can have put something between the base's and the fork's.
+    content["version"] = importlib.import_module(f"{__package__}.git_version_info").version
     files = {path: ForkFile(path, entry["mode"], entry["why"]) for path, entry in content.pop("files").items()}
     return ForkInfo(files=files, **content)
 
 
 def announce() -> None:
     """Tell an interactive user, on stderr, what was imported. Programs and ranks import in silence."""
-    main = sys.modules.get("__main__")
-    interactive = not hasattr(main, "__file__") and multiprocessing.parent_process() is None
-    if interactive and "RANK" not in os.environ:
+    interactive = sys.argv[:1] in ([""], ["-c"]) and multiprocessing.parent_process() is None
+    if not interactive or "RANK" in os.environ:
+        return
+    try:
         print(load().summary(), file=sys.stderr)
+    except RuntimeError as error:
+        print(f"DeepSpeed: {error}", file=sys.stderr)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 from fork.base_release import BaseRelease, download, pinned_archive
 from fork.check import Finding, check, rebase
 from fork.contract import contract_findings
-from fork.errors import ForkError
-from fork.manifest import Mode, load_manifest
+from fork.errors import BaseReleaseError, ForkError, ManifestError
+from fork.manifest import Manifest, Mode, load_manifest, parse_file
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def _check(options: argparse.Namespace) -> int:
     manifest = load_manifest(root)
     base = BaseRelease.from_archive(pinned_archive(manifest, root))
     findings = check(manifest, base, root)
-    # A contract can only be read from files that are there and parse.
+    # A contract can only be read from files that are there and are Python.
     if not findings:
         findings = contract_findings(manifest, base, root)
     when_none = f"{len(manifest.files)} files lie as they should over {manifest.base} {manifest.base_version}"
@@ -61,13 +62,26 @@ def _rebase(options: argparse.Namespace) -> int:
     root = Path.cwd()
     manifest = load_manifest(root)
     pinned = BaseRelease.from_archive(pinned_archive(manifest, root))
-    named = Path(options.version)
-    newer = BaseRelease.from_archive(named if named.is_file() else download(manifest.base, options.version))
+    # What a newer base changes can only be told of an overlay that is right over this one.
+    findings = check(manifest, pinned, root)
+    if findings:
+        return _report(findings, "")
+    newer = BaseRelease.from_archive(_newer_archive(manifest, options.version))
     findings = rebase(manifest, newer, pinned)
     gone = {finding.path for finding in findings if "no longer has" in finding.problem}
     if not gone:
         findings += contract_findings(manifest, newer, root)
     return _report(findings, f"{manifest.base} {options.version} changes none of the {len(manifest.files)} files")
+
+
+def _newer_archive(manifest: Manifest, version: str) -> Path:
+    if version.endswith(".tar.gz"):
+        if not Path(version).is_file():
+            raise BaseReleaseError(f"{version}: no such file")
+        return Path(version)
+    if not re.fullmatch(r"\d+(\.\w+)+", version):
+        raise BaseReleaseError(f"expected a version such as 0.20.0, or the path of a .tar.gz, got {version!r}")
+    return download(manifest.base, version)
 
 
 def _link(options: argparse.Namespace) -> int:
@@ -83,11 +97,15 @@ def _entry(options: argparse.Namespace) -> int:
     manifest = load_manifest(root)
     base = BaseRelease.from_archive(pinned_archive(manifest, root))
     in_base = options.path in base
-    mode = options.mode or (Mode.REPLACES.value if in_base else Mode.ADDS.value)
-    lines = [f'[tool.fork.files."{options.path}"]', f'mode = "{mode}"']
-    if in_base:
-        lines.append(f'base_sha256 = "{base.sha256(options.path)}"')
-    print("\n".join([*lines, 'why = ""']))
+    mode = Mode(options.mode or ("replaces" if in_base else "adds"))
+    if in_base == (mode is Mode.ADDS):
+        has = "has such a file" if in_base else "has no such file"
+        raise ManifestError(f"{options.path}: mode {mode.value}, but the base {has}")
+    entry = {"mode": mode.value, **({"base_sha256": base.sha256(options.path)} if in_base else {})}
+    parse_file(options.path, {**entry, "why": "to be written"})
+    print(f'[tool.fork.files."{options.path}"]')
+    print("\n".join(f'{key} = "{value}"' for key, value in entry.items()))
+    print('why = ""')
     return 0
 
 

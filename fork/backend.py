@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import importlib.util
 import io
 import os
 import re
@@ -31,6 +32,8 @@ from fork.tree import write_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 EDITABLE_TREE = ROOT / "build" / "editable"
+
+_OP_SWITCH = r"DS_BUILD_(?!STRING)\w+"
 
 __all__ = [
     "build_editable",
@@ -92,6 +95,7 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
+    _require_torch_for_ops()
     destination = str(Path(wheel_directory).resolve())
     with temporary_tree():
         return setuptools_backend.build_wheel(destination, config_settings)
@@ -101,13 +105,15 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
+    _require_torch_for_ops()
     destination = str(Path(wheel_directory).resolve())
-    link_editable_tree()
     # setuptools' default is an import hook that runs after sys.path has been searched; from the repository root that
     # search would find the fork's partial deepspeed/ first, as a namespace package. `compat` writes a .pth instead.
     settings = {"editable_mode": "compat", **(config_settings or {})}
-    with _building_in(EDITABLE_TREE, load_manifest(ROOT)):
-        return setuptools_backend.build_editable(destination, settings)
+    with _editable_tree_held():
+        link_editable_tree()
+        with _building_in(EDITABLE_TREE, load_manifest(ROOT)):
+            return setuptools_backend.build_editable(destination, settings)
 
 
 @one_line_errors
@@ -119,7 +125,7 @@ def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) ->
         info = Path(metadata_directory) / prepare_metadata_for_build_wheel(metadata_directory)
         package_info = (info / "METADATA").read_bytes()
     archive = Path(sdist_directory) / f"{top}.tar.gz"
-    # gzip's own header would carry the time of the build; the same sources should give the same bytes.
+    # Neither gzip's header nor the files' times should make an sdist depend on when it was built.
     with gzip.GzipFile(archive, "wb", mtime=0) as compressed, tarfile.open(fileobj=compressed, mode="w") as tar:
         for path in source_files(ROOT):
             tar.add(ROOT / path, arcname=f"{top}/{path}", recursive=False, filter=_anonymous)
@@ -131,15 +137,13 @@ def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) ->
 
 def source_files(root: Path) -> list[str]:
     """What belongs into an sdist: git's list in a checkout, else (in an unpacked sdist) every file but build output."""
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if (root / ".git").exists() and listed.returncode == 0:
-        return sorted(path for path in set(listed.stdout.split("\0")) if path and (root / path).is_file())
-    skipped = {"build", "dist", "__pycache__", ".venv", "PKG-INFO"}
+    listing = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if (root / ".git").exists() and shutil.which("git"):
+        listed = subprocess.run(listing, capture_output=True, text=True, check=False)
+        if listed.returncode == 0:
+            return sorted(path for path in set(listed.stdout.split("\0")) if path and (root / path).is_file())
+    hidden = {entry.name for entry in root.iterdir() if entry.name.startswith(".")}
+    skipped = {"build", "dist", "__pycache__", "PKG-INFO"} | (hidden - {".ci", ".github", ".gitignore"})
     files = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
     return sorted(path.as_posix() for path in files if not skipped & set(path.parts))
 
@@ -162,17 +166,51 @@ def link_editable_tree() -> Path:
     """
     manifest = load_manifest(ROOT)
     base = BaseRelease.from_archive(pinned_archive(manifest, ROOT))
-    partial = EDITABLE_TREE.with_name("editable.partial")
+    partial, old = EDITABLE_TREE.with_name("editable.partial"), EDITABLE_TREE.with_name("editable.old")
     try:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         write_tree(manifest, base, ROOT, partial, link=True)
         if EDITABLE_TREE.is_dir():
-            shutil.rmtree(EDITABLE_TREE)
+            EDITABLE_TREE.replace(old)
         partial.replace(EDITABLE_TREE)
     except OSError as error:
-        reason = error if isinstance(error, TreeError) else f"{EDITABLE_TREE}: cannot be written: {error.strerror}"
-        raise TreeError(f"{reason}; an editable install needs a writable checkout, `pip install .` does not") from None
+        raise _unwritable(error) from None
+    shutil.rmtree(old, ignore_errors=True)
     return EDITABLE_TREE
+
+
+@contextlib.contextmanager
+def _editable_tree_held() -> Iterator[None]:
+    """Keep two editable installs from one checkout apart; the second waits for the first. Raises TreeError."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        yield
+        return
+    try:
+        EDITABLE_TREE.parent.mkdir(parents=True, exist_ok=True)
+        lock = EDITABLE_TREE.with_name("editable.lock").open("w")
+    except OSError as error:
+        raise _unwritable(error) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _unwritable(error: OSError) -> TreeError:
+    reason = error if isinstance(error, TreeError) else f"{EDITABLE_TREE}: cannot be written: {error.strerror}"
+    return TreeError(f"{reason}; an editable install needs a writable checkout, `pip install .` does not")
+
+
+def _require_torch_for_ops() -> None:
+    """Raise ForkError where an op is to be compiled and torch is out of reach, as in pip's isolated environments."""
+    asked = [key for key, value in os.environ.items() if re.fullmatch(_OP_SWITCH, key) and value not in ("", "0")]
+    if asked and importlib.util.find_spec("torch") is None:
+        raise ForkError(
+            f"{asked[0]}={os.environ[asked[0]]}: compiling ops needs torch in the build environment, and it is not "
+            "there; install torch and call pip with --no-build-isolation"
+        )
 
 
 @contextlib.contextmanager
@@ -193,7 +231,7 @@ def _building_in(tree: Path, manifest: Manifest) -> Iterator[None]:
 @contextlib.contextmanager
 def _ops_left_for_the_build() -> Iterator[None]:
     """Metadata does not depend on the ops, and asking for them twice would compile nothing but warn twice."""
-    with _environment({key: "0" for key in os.environ if re.fullmatch(r"DS_BUILD_(?!STRING)\w+", key)}):
+    with _environment({key: "0" for key in os.environ if re.fullmatch(_OP_SWITCH, key)}):
         yield
 
 

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Iterator, Mapping
 
-from fork.errors import BaseReleaseError, TreeError
+from fork.errors import BaseReleaseError
 from fork.manifest import Manifest
 
 ARCHIVE_VARIABLE = "DEEPSPEED_BASE_SDIST"
@@ -84,8 +84,13 @@ def pinned_archive(manifest: Manifest, root: Path) -> Path:
     if named:
         archive = Path(named)
         if not archive.is_file():
-            raise BaseReleaseError(f"{ARCHIVE_VARIABLE}={named}: no such file")
-        _require_sha256(archive, manifest.base_sha256, f"{ARCHIVE_VARIABLE}={named}")
+            # pip runs a build in the source's directory, not where it was called.
+            where = "" if archive.is_absolute() else f" in {Path.cwd()}; give an absolute path"
+            raise BaseReleaseError(f"{ARCHIVE_VARIABLE}={named}: no such file{where}")
+        got = _sha256_of(archive)
+        if got != manifest.base_sha256:
+            expected = manifest.base_sha256
+            raise BaseReleaseError(f"{ARCHIVE_VARIABLE}={named}: wrong sha256: expected {expected}, got {got}")
         return archive
 
     cache = root / "build" / "base"
@@ -93,14 +98,19 @@ def pinned_archive(manifest: Manifest, root: Path) -> Path:
     if cached.is_file():
         if _sha256_of(cached) == manifest.base_sha256:
             return cached
-        print(f"fork: {cached} is damaged or of another release; downloading it anew", file=sys.stderr)
+        print(f"fork: {cached} is unreadable, damaged or of another release; fetching it anew", file=sys.stderr)
 
-    downloaded = download(manifest.base, manifest.base_version, manifest.base_sha256)
+    try:
+        downloaded = download(manifest.base, manifest.base_version, manifest.base_sha256)
+    except BaseReleaseError as error:
+        remedy = f"set {ARCHIVE_VARIABLE}=/path/to/{cached.name} to build without an index"
+        raise BaseReleaseError(f"{error}; {remedy}") from None
     try:
         cache.mkdir(parents=True, exist_ok=True)
         # Another build may be doing the same: write beside the name, then rename, so that nobody reads half a file.
         with tempfile.NamedTemporaryFile(dir=cache, prefix=".download-", delete=False) as partial:
             partial.write(downloaded.read_bytes())
+        Path(partial.name).chmod(0o644)
         Path(partial.name).replace(cached)
     except OSError as error:
         print(f"fork: {cache} cannot be written ({error.strerror}); the base archive is not cached", file=sys.stderr)
@@ -124,10 +134,7 @@ def download(name: str, version: str, sha256: str | None = None) -> Path:
     command += ["--no-binary", ":all:", "--dest", str(directory), "--requirement", str(requirement)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise BaseReleaseError(
-            f"cannot fetch {name}=={version} from the package index: {_pip_reason(result.stderr)}; "
-            f"set {ARCHIVE_VARIABLE}=/path/to/{name}-{version}.tar.gz to build without an index"
-        )
+        raise BaseReleaseError(f"cannot fetch {name}=={version} from the package index: {_pip_reason(result.stderr)}")
     archives = list(directory.glob("*.tar.gz"))
     if len(archives) != 1:
         raise BaseReleaseError(f"pip fetched {len(archives)} archives for {name}=={version}, expected one .tar.gz")
@@ -145,8 +152,8 @@ def _pip_reason(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if "[end of output]" in lines[1:]:  # what a failed setup.py said last
         return lines[lines.index("[end of output]") - 1]
-    errors = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("error:")]
-    return errors[0] if errors else (lines[-1] if lines else "pip gave no reason")
+    errors = [line.partition(":")[2].strip() for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["pip gave no reason"])[-1]
 
 
 def _process_lifetime_directory() -> str:
@@ -155,14 +162,8 @@ def _process_lifetime_directory() -> str:
     return directory
 
 
-def _require_sha256(archive: Path, expected: str, where: str) -> None:
-    got = _sha256_of(archive)
-    if got != expected:
-        raise BaseReleaseError(f"{where}: wrong sha256: expected {expected}, got {got}")
-
-
 def _sha256_of(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise TreeError(f"{path}: cannot be read: {error.strerror}") from None
+        return f"none, it cannot be read ({error.strerror})"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,11 +87,26 @@ def _against_base(file: OverlayFile, base: BaseRelease) -> list[Finding]:
 def _content(file: OverlayFile, base: BaseRelease, content: bytes) -> list[Finding]:
     if file.path in base and hashlib.sha256(content).hexdigest() == base.sha256(file.path):
         return [Finding(file.path, "identical to the base's file; remove it")]
-    if file.mode is Mode.EXTENDS:
-        kept = Path(kept_base_path(file.path)).stem
-        if not re.search(rf"\b{re.escape(kept)}\b", content.decode("utf-8", errors="replace")):
-            return [Finding(file.path, f"mode extends, but it never imports {kept}; import it, or use replaces")]
+    if not file.path.endswith(".py"):
+        return []
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError) as error:
+        return [Finding(file.path, f"not valid Python: {error}")]
+    kept = Path(kept_base_path(file.path)).stem
+    if file.mode is Mode.EXTENDS and not _imports(tree, kept):
+        return [Finding(file.path, f"mode extends, but it never imports {kept}; import it, or use replaces")]
     return []
+
+
+def _imports(tree: ast.Module, module: str) -> bool:
+    """Whether a module of this last name is imported anywhere in the source."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            if any(name.rpartition(".")[2] == module for name in names):
+                return True
+    return False
 
 
 def _changed_lines(old: bytes, new: bytes) -> tuple[int, int]:

@@ -88,13 +88,14 @@ def load_manifest(root: Path) -> Manifest:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ManifestError(f"{path}: no such file; run from the repository root") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path}: not valid TOML: {error}") from None
-    try:
-        table = document["tool"]["fork"]
-    except KeyError:
-        raise ManifestError(f"{path}: has no [tool.fork] table") from None
-    return parse_manifest(table)
+    tool = document.get("tool")
+    if not isinstance(tool, Mapping) or "fork" not in tool:
+        raise ManifestError(f"{path}: has no [tool.fork] table")
+    return parse_manifest(tool["fork"])
 
 
 def parse_manifest(table: Mapping[str, Any]) -> Manifest:
@@ -103,17 +104,20 @@ def parse_manifest(table: Mapping[str, Any]) -> Manifest:
     release = table.get("release")
     if not isinstance(release, int) or isinstance(release, bool) or release < 1:
         raise ManifestError(f"[tool.fork] release: expected a whole number from 1, got {release!r}")
-    files = {path: _parse_file(path, entry) for path, entry in table.get("files", {}).items()}
+    files = table.get("files", {})
+    if not isinstance(files, Mapping):
+        raise ManifestError(f"[tool.fork] files: expected tables by path, got {files!r}")
     return Manifest(
         base=_string(table, "base", "[tool.fork]"),
         base_version=_string(table, "version", "[tool.fork]"),
         base_sha256=_sha256(table, "sha256", "[tool.fork]"),
         release=release,
-        files=files,
+        files={path: parse_file(path, entry) for path, entry in files.items()},
     )
 
 
-def _parse_file(path: str, entry: Mapping[str, Any]) -> OverlayFile:
+def parse_file(path: str, entry: Mapping[str, Any]) -> OverlayFile:
+    """Validate one entry of `[tool.fork.files]`. Raises ManifestError."""
     where = f'[tool.fork.files."{path}"]'
     _reject_unknown(entry, {"mode", "why", "base_sha256"}, where)
     _reject_bad_path(path, where)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from fork.base_release import BaseRelease
-from fork.errors import TreeError
+from fork.errors import ManifestError, TreeError
 from fork.manifest import Manifest, Mode, OverlayFile, kept_base_path
 
 # Read by deepspeed/fork_info.py of the installed package.
@@ -21,7 +21,8 @@ HOUSE_FILES = ("README.md", "NOTICE")
 def write_tree(manifest: Manifest, base: BaseRelease, root: Path, directory: Path, *, link: bool) -> None:
     """Write the tree to build from into `directory`, which must not exist yet or be empty.
 
-    With `link` the fork's files are symbolic links into `root`, so that an edit there is live. Raises TreeError.
+    With `link` the fork's files are symbolic links into `root`, so that an edit there is live. Raises TreeError, and
+    ManifestError for a listed file that is not there.
     """
     try:
         base.unpack(directory)
@@ -51,7 +52,7 @@ def installed_manifest(manifest: Manifest) -> dict[str, object]:
 def _lay(file: OverlayFile, base: BaseRelease, root: Path, directory: Path, *, link: bool) -> None:
     source = root / file.path
     if not source.is_file():
-        raise TreeError(f"{source}: listed in [tool.fork.files] but not there; run `python -m fork check`")
+        raise ManifestError(f"{source}: listed in [tool.fork.files] but not there; run `python -m fork check`")
     for destination in file.destinations():
         target = directory / destination
         target.parent.mkdir(parents=True, exist_ok=True)

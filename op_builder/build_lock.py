@@ -9,6 +9,10 @@ file which no process has open is a leftover.
 import contextlib
 import logging
 import os
+import shutil
+import socket
+import tempfile
+import time
 from pathlib import Path
 from typing import Iterator, Optional
 
@@ -17,50 +21,87 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None
 
+# Loading an op that is compiled takes the lock for a moment. Waiting longer than this is worth a line.
+SILENT_WAIT_S = 2.0
+_POLL_INTERVAL_S = 0.05
+
 logger = logging.getLogger("DeepSpeed")
 
 
 @contextlib.contextmanager
 def build_lock(op_name: str, directory: Path) -> Iterator[None]:
-    """Hold the build directory of an op. Waits for a living builder, with one line that names its process.
+    """Hold the build directory of an op. Waits for a living builder, with one line that names its host and process.
 
-    Where the file system cannot lock (some network mounts) nothing is held and torch's own file is all there is.
+    Where the lock file cannot be opened or the file system cannot lock, nothing is held and torch's own file is all
+    there is, as without this module.
     """
-    if fcntl is None:
-        yield
-        return
-    with (directory / "deepspeed_build_lock").open("a+", encoding="utf-8") as file:
-        if _acquire(file, op_name):
-            file.seek(0)
-            file.truncate()
-            file.write(str(os.getpid()))
-            file.flush()
-            _take_over(directory / "lock", op_name)
-        yield
-
-
-def _acquire(file, op_name: str) -> bool:
+    descriptor = _open(directory.with_name(f"{directory.name}.deepspeed_lock"))
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        logger.warning("op %s is being built by process %s; waiting for it", op_name, file.read().strip() or "?")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if descriptor is not None and _acquire(descriptor, op_name):
+            last_holder = _holder(descriptor)
+            # Padded, so that a reader never sees an empty file or the tail of a longer entry.
+            os.pwrite(descriptor, f"{socket.gethostname()}:{os.getpid()}".ljust(300).encode(), 0)
+            _take_over(directory, op_name, last_holder)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _open(path: Path) -> Optional[int]:
+    if fcntl is None:
+        return None
+    try:
+        # For everybody whom the umask lets: an extensions directory may be shared by a group.
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
-        return False
-    return True
+        return None
 
 
-def _take_over(lock: Path, op_name: str) -> None:
-    """Remove torch's lock file if it is a leftover. A build by a process that does not flock is left to finish."""
+def _acquire(descriptor: int, op_name: str) -> bool:
+    patience_until_s = time.monotonic() + SILENT_WAIT_S
+    told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if told else fcntl.LOCK_NB))
+            return True
+        except BlockingIOError:
+            if time.monotonic() > patience_until_s:
+                logger.warning("op %s is being built by process %s; waiting for it", op_name, _holder(descriptor))
+                told = True
+            else:
+                time.sleep(_POLL_INTERVAL_S)
+        except OSError:
+            return False
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 300, 0).decode(errors="replace").strip()
+
+
+def _take_over(directory: Path, op_name: str, last_holder: str) -> None:
+    """Begin anew where a build was killed. A build by a process that does not flock is left to finish."""
+    lock = directory / "lock"
     if not lock.exists():
         return
+    host = last_holder.partition(":")[0]
+    if host not in ("", socket.gethostname()):
+        # The directory is shared over a network, and processes of another machine cannot be seen from here.
+        logger.warning(
+            "op %s is being built by process %s; if that build was killed, remove %s", op_name, last_holder, lock
+        )
+        return
     holder = process_that_has_open(lock)
-    if holder is None:
-        lock.unlink(missing_ok=True)
-        logger.warning("a killed build of op %s left %s; removed it and building anew", op_name, lock)
-    else:
+    if holder is not None:
         logger.warning("op %s is being built by process %s; waiting for it", op_name, holder)
+        return
+    # Compilers outlive a killed build and go on writing to the directory in which they were started. Moved away, it
+    # is still theirs, and nothing of it can get into the new build.
+    abandoned = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-killed-"))
+    directory.replace(abandoned)
+    directory.mkdir()
+    shutil.rmtree(abandoned, ignore_errors=True)
+    logger.warning("a killed build of op %s left %s; removed it and building anew", op_name, lock)
 
 
 def process_that_has_open(path: Path) -> Optional[int]:

@@ -21,5 +21,7 @@ def _one_build_at_a_time(jit_load):
     return locked
 
 
-# The builders of the base derive from the base's class, so a subclass here would reach none of them.
-_base_builder.OpBuilder.jit_load = _one_build_at_a_time(OpBuilder.jit_load)
+# The builders of the base derive from the base's class, so a subclass here would reach none of them. Wrapped twice
+# (this module reloaded), a process would wait for itself.
+if not hasattr(OpBuilder.jit_load, "__wrapped__"):
+    _base_builder.OpBuilder.jit_load = _one_build_at_a_time(OpBuilder.jit_load)

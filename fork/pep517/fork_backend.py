@@ -9,4 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fork.backend import *  # noqa: E402,F403
+try:
+    from fork.backend import *  # noqa: F403
+except ModuleNotFoundError as error:
+    # pip installs what `build-system.requires` asks for, unless --no-build-isolation leaves that to the caller.
+    print(f"error: the build needs a newer setuptools ({error}); run: pip install -U setuptools wheel", file=sys.stderr)
+    raise SystemExit(1) from None

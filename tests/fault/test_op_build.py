@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,32 @@ def test_a_killed_build_is_taken_over(start, tmp_path: Path) -> None:
     assert printed.count("a killed build of op answer left") == 1
 
 
+def test_what_a_killed_build_still_writes_does_not_reach_the_new_one(start, tmp_path: Path) -> None:
+    compiler, called, go = stuck_compiler(tmp_path)
+    killed = start(compiler)
+    assert called.read_text() == "compiling\n"
+    os.kill(killed.pid, signal.SIGKILL)  # its compiler lives on, in the build directory
+    killed.wait()
+    after = start()
+    printed, _ = after.communicate(timeout=LIMIT_S)
+    assert "answer 42" in printed, printed
+    built = {path: path.stat().st_mtime_ns for path in (tmp_path / "extensions/answer").iterdir()}
+    go.write_text("go\n")  # the compiler of the killed build ends now
+    assert killed.stdout is not None
+    killed.stdout.read()  # until it has closed its output, which it shares with the killed build
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "extensions/answer").iterdir()} == built
+    assert [path.name for path in (tmp_path / "extensions").iterdir() if "killed" in path.name] == []
+
+
+def test_loading_a_compiled_op_says_nothing(start) -> None:
+    assert "answer 42" in start().communicate(timeout=LIMIT_S)[0]
+    both = [start(), start()]
+    for process in both:
+        printed, _ = process.communicate(timeout=LIMIT_S)
+        assert "answer 42" in printed
+        assert "op answer" not in printed
+
+
 def test_a_living_build_is_waited_for(start, tmp_path: Path) -> None:
     compiler, called, go = stuck_compiler(tmp_path)
     first = start(compiler)
@@ -118,7 +145,7 @@ def test_a_living_build_is_waited_for(start, tmp_path: Path) -> None:
         said += line
         if "waiting for it" in line:
             break
-    assert f"op answer is being built by process {first.pid}; waiting for it" in said
+    assert f"op answer is being built by process {socket.gethostname()}:{first.pid}; waiting for it" in said
     go.write_text("go\n")
     for process in (first, second):
         printed, _ = process.communicate(timeout=LIMIT_S)

@@ -129,13 +129,37 @@ def test_an_sdist_builds_the_same_wheel_in_an_isolated_environment_without_torch
     assert payload(only_wheel(tmp_path)) == payload(wheel)
 
 
+@pytest.fixture
+def index(archive: Path, tmp_path: Path) -> dict[str, str]:
+    """Settings with which pip takes a folder of archives for its index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    shutil.copy(archive, folder / f"deepspeed-{MANIFEST.base_version}.tar.gz")
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
-def test_a_git_url_builds_a_wheel_that_names_the_commit(archive: Path, tmp_path: Path) -> None:
+def test_a_git_url_fetches_the_base_and_builds_a_wheel_that_names_the_commit(
+    index: dict[str, str], tmp_path: Path
+) -> None:
     commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], text=True).strip()
-    url = f"git+file://{ROOT}"
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
-    pip("wheel", *options, url, DEEPSPEED_BASE_SDIST=str(archive))
+    pip("wheel", *options, f"git+file://{ROOT}", **index)
     assert f"git_hash='{commit}'" in only_wheel(tmp_path).read("deepspeed/git_version_info_installed.py").decode()
+
+
+def test_a_damaged_cached_archive_is_replaced(
+    archive: Path, index: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DEEPSPEED_BASE_SDIST", raising=False)
+    for name, value in index.items():
+        monkeypatch.setenv(name, value)
+    cached = tmp_path / f"build/base/deepspeed-{MANIFEST.base_version}.tar.gz"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(archive.read_bytes()[:1000])
+    assert pinned_archive(MANIFEST, tmp_path) == cached
+    assert cached.read_bytes() == archive.read_bytes()
+    assert cached.stat().st_mode & 0o777 == 0o644, "another user of the checkout can read it"
 
 
 def test_an_editable_install_is_live_and_importable_from_the_repository_root(
@@ -197,31 +221,32 @@ def test_no_index_is_one_line_with_the_remedy(checkout: Path, tmp_path: Path) ->
     assert "set DEEPSPEED_BASE_SDIST=" in line
 
 
-def test_a_tree_that_cannot_be_written_still_gives_a_wheel(checkout: Path, archive: Path, tmp_path: Path) -> None:
+def test_an_op_switch_without_torch_is_one_line(checkout: Path, archive: Path, tmp_path: Path) -> None:
+    """An isolated environment has no torch, whatever the environment that pip runs in has."""
+    switch = {"DS_BUILD_OPS": "1", "DEEPSPEED_BASE_SDIST": str(archive)}
+    result = run_pip("wheel", "--no-deps", "--wheel-dir", tmp_path, checkout, **switch)
+    assert result.returncode != 0
+    assert "error: DS_BUILD_OPS=1: compiling ops needs torch in the build environment" in result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_tree_that_cannot_be_written_can_be_installed_but_not_linked(
+    checkout: Path, archive: Path, tmp_path: Path
+) -> None:
     """The tests may run as root, whom permissions do not stop, so a file stands where a directory would be made."""
     shutil.rmtree(checkout / "build", ignore_errors=True)
     (checkout / "build").write_text("")
+    install = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--no-build-isolation", "--target", tmp_path]
     try:
-        pip(*BUILD, tmp_path, checkout, DEEPSPEED_BASE_SDIST=str(archive))
-        assert metadata(only_wheel(tmp_path))["Version"] == MANIFEST.version
-        editable = ["install", "--no-deps", "--no-build-isolation", "--target", tmp_path / "x", "--editable", checkout]
-        (line,) = errors_of(run_pip(*editable, DEEPSPEED_BASE_SDIST=str(archive)))
+        assert f"Would install deepspeed-{MANIFEST.version}" in pip(
+            *install, checkout, DEEPSPEED_BASE_SDIST=str(archive)
+        )
+        install.remove("--dry-run")
+        (line,) = errors_of(run_pip(*install, "--editable", checkout, DEEPSPEED_BASE_SDIST=str(archive)))
         assert "cannot be written" in line
         assert "an editable install needs a writable checkout" in line
     finally:
         (checkout / "build").unlink()
-
-
-def test_a_damaged_cached_archive_is_replaced(checkout: Path, archive: Path, tmp_path: Path) -> None:
-    cached = checkout / "build/base/deepspeed-0.19.8.tar.gz"
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    cached.write_bytes(archive.read_bytes()[:1000])
-    # A folder of archives serves as the index.
-    index = tmp_path / "index"
-    index.mkdir()
-    shutil.copy(archive, index / "deepspeed-0.19.8.tar.gz")
-    pip(*BUILD, tmp_path, checkout, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index), PIP_CONFIG_FILE=os.devnull)
-    assert cached.read_bytes() == archive.read_bytes()
 
 
 @pytest.mark.slow

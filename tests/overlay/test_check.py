@@ -94,6 +94,16 @@ def test_an_extension_that_never_imports_the_base_is_rejected(root: Path, capsys
     assert "deepspeed/trace.py: mode extends, but it never imports _base_trace" in rejected(capsys)
 
 
+def test_a_comment_is_no_import(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "deepspeed/trace.py").write_text("# unlike _base_trace\nrecord = []\n")
+    assert "deepspeed/trace.py: mode extends, but it never imports _base_trace" in rejected(capsys)
+
+
+def test_a_file_that_is_not_python_is_rejected(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "deepspeed/node_store.py").write_text("shards = {\n")
+    assert "deepspeed/node_store.py: not valid Python: '{' was never closed" in rejected(capsys)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -154,6 +164,34 @@ def test_entry_gives_the_table_to_list_a_file_with(root: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert printed.splitlines()[:2] == ['[tool.fork.files."deepspeed/engine.py"]', 'mode = "extends"']
     assert sha256(BASE_FILES["deepspeed/engine.py"]) in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["entry", "deepspeed/none.py", "--mode", "extends"], "mode extends, but the base has no such file"),
+        (["entry", "deepspeed/engine.py", "--mode", "adds"], "mode adds, but the base has such a file"),
+        (["entry", "/etc/passwd"], "expected a plain path below deepspeed/"),
+        (["rebase", "none.tar.gz"], "none.tar.gz: no such file"),
+        (["rebase", "README.md"], "expected a version such as 0.20.0, or the path of a .tar.gz, got 'README.md'"),
+    ],
+)
+def test_a_command_that_makes_no_sense_ends_with_one_line(
+    root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_relative_archive_is_told_where_it_was_looked_for(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_BASE_SDIST", "none.tar.gz")
+    assert main(["check"]) == 2
+    assert f"no such file in {root}; give an absolute path" in capsys.readouterr().err
 
 
 def test_a_wrong_archive_ends_the_check_with_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,7 @@ def test_the_bases_file_is_kept_beside_an_extension() -> None:
         (one_file("deepspeed/_base_a.py"), "names with the prefix _base_"),
         (one_file("deepspeed/__init__.py"), "would make the repository's partial tree importable"),
         (table(files={"deepspeed/a.py": "adds"}), "expected a table, got 'adds'"),
+        (table(files=3), "files: expected tables by path, got 3"),
     ],
 )
 def test_a_mistake_is_named(wrong: dict[str, Any], message: str) -> None:
