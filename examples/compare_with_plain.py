@@ -3,7 +3,8 @@
 
     python examples/compare_with_plain.py --model MODEL --tokens tokens.json
 
-Exit status 0 when every token is equal, 1 when one differs (the first difference of each prompt is shown).
+Exit status 0 when every token is equal, 1 when one differs (the first difference of each prompt is shown), 2 when the
+tokens cannot be compared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,19 +24,30 @@ def first_difference(got: list[int], expected: list[int]) -> int | None:
     """The first position at which two token sequences differ, or None."""
     if got == expected:
         return None
-    pairs = zip(got, expected)
+    pairs = zip(got, expected)  # up to the shorter; its end is a difference too
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(got), len(expected)))
 
 
-def main() -> int:
+def parse_arguments() -> tuple[str, dict[str, Any]]:
+    """The model, and what generate.py recorded with that model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the model that generate.py was given")
     parser.add_argument("--tokens", type=Path, required=True, help="the file that generate.py wrote with --output")
     options = parser.parse_args()
-    recorded = json.loads(options.tokens.read_text(encoding="utf-8"))
+    try:
+        recorded = json.loads(options.tokens.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--tokens {options.tokens}: expected a file of generate.py, got: {error}")
+    model = recorded.get("model") if isinstance(recorded, dict) else None
+    if model != options.model:
+        parser.error(f"--tokens {options.tokens}: expected tokens of --model {options.model!r}, got those of {model!r}")
+    return options.model, recorded
 
+
+def main() -> int:
+    model_name, recorded = parse_arguments()
     dtype = getattr(torch, recorded["ranks"][0]["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).eval()
     if torch.cuda.is_available():
         model = model.cuda()
     compared = different = 0
@@ -46,7 +59,12 @@ def main() -> int:
             output = model.generate(**inputs, max_new_tokens=recorded["max_new_tokens"], do_sample=False)
         seconds += time.perf_counter() - start
         expected = output[:, inputs["input_ids"].shape[1] :].tolist()
-        for prompt, got, want in zip(batch["prompts"], batch["tokens"], expected):
+        if not len(batch["prompts"]) == len(batch["tokens"]) == len(expected):
+            different += len(expected)
+            counts = f"{len(batch['prompts'])} prompts and {len(batch['tokens'])} answers"
+            print(f"rank {batch['rank']}: expected {len(expected)} prompts and answers, got {counts}")
+            continue
+        for prompt, got, want in zip(batch["prompts"], batch["tokens"], expected, strict=True):
             compared += len(want)
             at = first_difference(got, want)
             if at is not None:

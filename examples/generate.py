@@ -4,19 +4,21 @@
     deepspeed --num_accelerators 2 examples/generate.py --model MODEL --prompts prompts.txt
 
 MODEL is a folder (or hub name) of a causal language model with a chat template. Rank r takes every N-th prompt from
-the r-th on, N being the number of ranks, and decodes them greedily as one batch.
+the r-th on, N being the number of ranks, and decodes them greedily as one batch. An answer that ends in " ..." was cut
+at --max-new-tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import deepspeed.comm as dist
@@ -30,12 +32,16 @@ EXAMPLES = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank generated: `inputs` are generate()'s arguments, `tokens[i]` the new token ids of `prompts[i]`."""
+    """What one rank generated: `inputs` are generate()'s arguments, `tokens[i]` the new token ids of `prompts[i]`.
+
+    `cut[i]` says that they ended at the limit and not with an end-of-sequence token.
+    """
 
     rank: int
     prompts: list[str]
     inputs: dict[str, list[list[int]]]
     tokens: list[list[int]]
+    cut: list[bool]
     dtype: str
     seconds: float
     peak_host_bytes: int
@@ -46,43 +52,86 @@ class RankResult:
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub name of a causal language model")
-    parser.add_argument("--prompts", type=Path, default=EXAMPLES / "prompts.txt", help="text file, one prompt a line")
-    parser.add_argument("--ds-config", type=Path, default=EXAMPLES / "ds_config_zero3.json", help="DeepSpeed config")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="tokens to generate for each prompt")
-    parser.add_argument("--offload", choices=["none", "cpu", "nvme"], default="none", help="where the shards rest")
-    parser.add_argument("--nvme-path", type=Path, help="folder on a fast disk, for --offload nvme")
-    parser.add_argument("--output", type=Path, help="JSON file for the prompts and tokens of every rank")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # given by the launcher
-    options = parser.parse_args()
-    if options.offload == "nvme" and options.nvme_path is None:
-        parser.error("--offload nvme needs --nvme-path, a folder on a fast disk")
-    for name in ("prompts", "ds_config"):
-        if not getattr(options, name).is_file():
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: no such file")
-    return options
+class ArgumentParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, once for each machine.
+
+    The launcher kills every rank as soon as one has failed, maybe before the one that speaks has spoken. So the other
+    ranks, which see the same arguments and files, leave with status 0.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+            self.exit(0)
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def read_prompts(path: Path, world_size: int) -> list[str]:
-    """The prompts of all ranks. Raises ValueError when a rank would have none, since all ranks gather together."""
-    prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if len(prompts) < world_size:
-        raise ValueError(f"{path}: expected at least one prompt for each of {world_size} ranks, got {len(prompts)}")
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
+
+
+def prompts_file(path: str) -> list[str]:
+    prompts = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if len(prompts) < ranks:  # a rank without work would not take part in gathering the weights
+        raise argparse.ArgumentTypeError(f"{path}: expected a prompt for each of {ranks} ranks, got {len(prompts)}")
     return prompts
 
 
-def load_ds_config(path: Path, offload: str, nvme_path: Path | None) -> dict[str, Any]:
-    """The DeepSpeed config with `offload` entered in it. Raises ValueError when it is not a ZeRO-3 config."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage") != 3:
-        raise ValueError(f"{path}: expected zero_optimization.stage 3, got {zero.get('stage')!r}")
-    if offload != "none":
-        target = {"device": offload, "pin_memory": get_accelerator().device_name() != "cpu"}
-        zero["offload_param"] = {**target, "nvme_path": str(nvme_path)} if offload == "nvme" else target
+def zero3_config(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads(read_text(path))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{path}: expected JSON, got: {error}") from error
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage != 3:
+        raise argparse.ArgumentTypeError(f"{path}: expected an object with zero_optimization.stage 3, got {stage!r}")
     return config
+
+
+def model_name(name: str) -> str:
+    try:
+        AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        what = "cannot read its config.json" if Path(name).is_dir() else "no such folder, and not readable from the hub"
+        raise argparse.ArgumentTypeError(f"{name}: {what}: {str(error).splitlines()[0]}") from error
+    return name
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The arguments, with the files that they name read and checked."""
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=model_name, required=True, help="folder or hub name of a causal language model")
+    prompts, ds_config = (str(EXAMPLES / name) for name in ("prompts.txt", "ds_config_zero3.json"))
+    add("--prompts", type=prompts_file, default=prompts, help="text file, one prompt a line (default: %(default)s)")
+    add("--ds-config", type=zero3_config, default=ds_config, help="DeepSpeed config (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=32, help="most tokens for each prompt (default: %(default)s)")
+    add("--offload", choices=["none", "cpu", "nvme"], default="none", help="where shards rest (default: %(default)s)")
+    add("--nvme-path", type=Path, help="folder on a fast disk, for --offload nvme")
+    add("--output", type=Path, help="JSON file for the prompts and tokens of every rank")
+    add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # given by the launcher
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error(f"no RANK in the environment; run with: deepspeed --num_accelerators N {' '.join(sys.argv)}")
+    if options.max_new_tokens < 1:
+        parser.error(f"argument --max-new-tokens: expected at least 1, got {options.max_new_tokens}")
+    if options.offload == "nvme" and options.nvme_path is None:
+        parser.error("--offload nvme needs --nvme-path, a folder on a fast disk")
+    return options
+
+
+def with_offload(config: dict[str, Any], offload: str, nvme_path: Path | None) -> dict[str, Any]:
+    """The DeepSpeed config with the place where the shards rest entered in it."""
+    if offload == "none":
+        return config
+    target = {"device": offload, "pin_memory": get_accelerator().device_name() != "cpu"}
+    if offload == "nvme":
+        target["nvme_path"] = str(nvme_path)
+    return {**config, "zero_optimization": {**config["zero_optimization"], "offload_param": target}}
 
 
 def model_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -106,31 +155,38 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> dict[str, 
 def generate(options: argparse.Namespace) -> tuple[RankResult, PreTrainedTokenizerBase]:
     """Load the model shard by shard and generate this rank's share of the prompts."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    prompts = read_prompts(options.prompts, world_size)[rank::world_size]
-    ds_config = load_ds_config(options.ds_config, options.offload, options.nvme_path)
+    prompts = options.prompts[rank::world_size]
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    batch = encode(tokenizer, prompts)
+    ds_config = with_offload(options.ds_config, options.offload, options.nvme_path)
 
     # While this object lives, from_pretrained() keeps only this rank's shard of each weight that it reads.
     hf_ds_config = HfDeepSpeedConfig(ds_config)
     dtype = model_dtype(ds_config)
-    config = AutoConfig.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.module.eval()
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    inputs = {name: tensor.to(engine.device) for name, tensor in encode(tokenizer, prompts).items()}
+    inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+    if rank == 0:
+        each = f"each of {len(options.prompts)} prompts on {world_size} ranks"
+        print(f"generating up to {options.max_new_tokens} tokens for {each} ...", flush=True)
     start = time.perf_counter()
     with torch.no_grad():
         output = engine.module.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
     seconds = time.perf_counter() - start
     del hf_ds_config
 
+    tokens = output[:, inputs["input_ids"].shape[1] :].tolist()
+    end = engine.module.generation_config.eos_token_id  # one id, several or none
+    ends = set(end) if isinstance(end, list) else {end}
     on_device = get_accelerator().device_name() != "cpu"
     result = RankResult(
         rank=rank,
         prompts=prompts,
         inputs={name: tensor.tolist() for name, tensor in inputs.items()},
-        tokens=output[:, inputs["input_ids"].shape[1] :].tolist(),
+        tokens=tokens,
+        cut=[ends.isdisjoint(row) for row in tokens],
         dtype=str(dtype).removeprefix("torch."),
         seconds=seconds,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -145,30 +201,34 @@ def report(results: list[RankResult], tokenizer: PreTrainedTokenizerBase) -> Non
         if result.peak_device_bytes:
             memory += f", {result.peak_device_bytes / 2**30:.2f} GiB of device memory"
         print(f"\nrank {result.rank}: {result.tokens_per_s:.1f} tokens/s, peak {memory}")
-        for prompt, tokens in zip(result.prompts, result.tokens):
-            print(f"  > {prompt}\n    {tokenizer.decode(tokens, skip_special_tokens=True).strip()}")
+        for prompt, tokens, cut in zip(result.prompts, result.tokens, result.cut, strict=True):
+            answer = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+            print(f"  > {prompt}\n    {answer}{' ...' if cut else ''}")
 
 
-def main() -> int:
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON beside `path` and rename it, so that an interrupted run leaves nothing that looks whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> None:
     options = parse_arguments()
     deepspeed.init_distributed()
-    try:
-        result, tokenizer = generate(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    result, tokenizer = generate(options)
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, result)
     if dist.get_rank() == 0:
         report(results, tokenizer)
         if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            content = {"max_new_tokens": options.max_new_tokens, "ranks": [asdict(each) for each in results]}
-            options.output.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            ranks = [asdict(each) for each in results]
+            content = {"model": options.model, "max_new_tokens": options.max_new_tokens, "ranks": ranks}
+            write_whole(options.output, content)
     dist.barrier()
     dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

