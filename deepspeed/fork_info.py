@@ -6,7 +6,6 @@
 """
 
 import functools
-import importlib
 import json
 import multiprocessing
 import os
@@ -56,7 +55,9 @@ def load() -> ForkInfo:
             f"{_MANIFEST}: expected the manifest written by the build, got: {error}; install the package again with pip"
         ) from error
     # The version as installed: DS_BUILD_STRING can have put something between the base's and the fork's.
-    content["version"] = importlib.import_module(f"{__package__}.git_version_info").version
+    from .git_version_info import version
+
+    content["version"] = version
     files = {path: ForkFile(path, entry["mode"], entry["why"]) for path, entry in content.pop("files").items()}
     return ForkInfo(files=files, **content)
 

@@ -46,10 +46,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> int:
+def _this_fork() -> tuple[Path, Manifest, BaseRelease]:
+    """The repository that is the current directory, its manifest, and the base release that it pins."""
     root = Path.cwd()
     manifest = load_manifest(root)
-    base = BaseRelease.from_archive(pinned_archive(manifest, root))
+    return root, manifest, BaseRelease.from_archive(pinned_archive(manifest, root))
+
+
+def _check(options: argparse.Namespace) -> int:
+    root, manifest, base = _this_fork()
     findings = check(manifest, base, root)
     # A contract can only be read from files that are there and are Python.
     if not findings:
@@ -59,9 +64,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _rebase(options: argparse.Namespace) -> int:
-    root = Path.cwd()
-    manifest = load_manifest(root)
-    pinned = BaseRelease.from_archive(pinned_archive(manifest, root))
+    root, manifest, pinned = _this_fork()
     # What a newer base changes can only be told of an overlay that is right over this one.
     findings = check(manifest, pinned, root)
     if findings:
@@ -93,9 +96,7 @@ def _link(options: argparse.Namespace) -> int:
 
 
 def _entry(options: argparse.Namespace) -> int:
-    root = Path.cwd()
-    manifest = load_manifest(root)
-    base = BaseRelease.from_archive(pinned_archive(manifest, root))
+    _, _, base = _this_fork()
     in_base = options.path in base
     mode = Mode(options.mode or ("replaces" if in_base else "adds"))
     if in_base == (mode is Mode.ADDS):

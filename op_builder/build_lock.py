@@ -37,11 +37,11 @@ def build_lock(op_name: str, directory: Path) -> Iterator[None]:
     """
     descriptor = _open(directory.with_name(f"{directory.name}.deepspeed_lock"))
     try:
-        if descriptor is not None and _acquire(descriptor, op_name):
-            last_holder = _holder(descriptor)
+        held = descriptor is not None and _acquire(descriptor, op_name)
+        if held and not _built_elsewhere(directory, op_name, _holder(descriptor)):
             # Padded, so that a reader never sees an empty file or the tail of a longer entry.
             os.pwrite(descriptor, f"{socket.gethostname()}:{os.getpid()}".ljust(300).encode(), 0)
-            _take_over(directory, op_name, last_holder)
+            _take_over(directory, op_name)
         yield
     finally:
         if descriptor is not None:
@@ -79,17 +79,24 @@ def _holder(descriptor: int) -> str:
     return os.pread(descriptor, 300, 0).decode(errors="replace").strip()
 
 
-def _take_over(directory: Path, op_name: str, last_holder: str) -> None:
+def _built_elsewhere(directory: Path, op_name: str, last_holder: str) -> bool:
+    """Whether torch's lock may be that of another host, whose processes cannot be seen from here.
+
+    The entry of that host has to stay as it is until its build is over: the next process decides by it too.
+    """
+    lock = directory / "lock"
+    if last_holder.partition(":")[0] in ("", socket.gethostname()) or not lock.exists():
+        return False
+    logger.warning(
+        "op %s is being built by process %s; if that build was killed, remove %s", op_name, last_holder, lock
+    )
+    return True
+
+
+def _take_over(directory: Path, op_name: str) -> None:
     """Begin anew where a build was killed. A build by a process that does not flock is left to finish."""
     lock = directory / "lock"
     if not lock.exists():
-        return
-    host = last_holder.partition(":")[0]
-    if host not in ("", socket.gethostname()):
-        # The directory is shared over a network, and processes of another machine cannot be seen from here.
-        logger.warning(
-            "op %s is being built by process %s; if that build was killed, remove %s", op_name, last_holder, lock
-        )
         return
     holder = process_that_has_open(lock)
     if holder is not None:

@@ -28,19 +28,24 @@ ADAM_EPS = 1e-3
 """Far above rounding: gradients that are zero in theory (the bias of a key projection) must not become whole steps."""
 
 
+SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+GROUPED_QUERY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS // 2,
+}
+"""What the Llama and the Mixtral have in common: two attention heads share a key-value head."""
+
+
 def tiny_llama(layers: int = LAYERS) -> PreTrainedModel:
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
+            **GROUPED_QUERY,
             num_hidden_layers=layers,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
             max_position_embeddings=MAX_TOKENS,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=0,
+            **SPECIAL_TOKENS,
         )
     )
 
@@ -48,19 +53,13 @@ def tiny_llama(layers: int = LAYERS) -> PreTrainedModel:
 def tiny_mixtral(layers: int = LAYERS) -> PreTrainedModel:
     return MixtralForCausalLM(
         MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
+            **GROUPED_QUERY,
             num_hidden_layers=layers,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
             num_local_experts=4,
             num_experts_per_tok=2,
             max_position_embeddings=MAX_TOKENS,
             sliding_window=None,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=0,
+            **SPECIAL_TOKENS,
         )
     )
 
@@ -77,9 +76,7 @@ def tiny_gpt2(layers: int = LAYERS) -> PreTrainedModel:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=0,
+            **SPECIAL_TOKENS,
         )
     )
 
@@ -96,9 +93,7 @@ def tiny_opt(layers: int = LAYERS) -> PreTrainedModel:
             max_position_embeddings=MAX_TOKENS,
             dropout=0.0,
             attention_dropout=0.0,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=0,
+            **SPECIAL_TOKENS,
         )
     )
 

@@ -13,5 +13,6 @@ try:
     from fork.backend import *  # noqa: F403
 except ModuleNotFoundError as error:
     # pip installs what `build-system.requires` asks for, unless --no-build-isolation leaves that to the caller.
-    print(f"error: the build needs a newer setuptools ({error}); run: pip install -U setuptools wheel", file=sys.stderr)
+    remedy = "pip install -U setuptools wheel packaging tomli"
+    print(f"error: the build environment is too old or incomplete ({error}); run: {remedy}", file=sys.stderr)
     raise SystemExit(1) from None

@@ -125,6 +125,18 @@ def test_what_a_killed_build_still_writes_does_not_reach_the_new_one(start, tmp_
     assert [path.name for path in (tmp_path / "extensions").iterdir() if "killed" in path.name] == []
 
 
+def test_a_build_of_another_host_is_never_taken_over(tmp_path: Path) -> None:
+    from deepspeed.ops.op_builder.build_lock import build_lock
+
+    directory = tmp_path / "answer"
+    directory.mkdir()
+    (directory / "lock").touch()
+    (tmp_path / "answer.deepspeed_lock").write_text("elsewhere:1")
+    for _ in range(2):  # the first to come must not hide from the second that the build is elsewhere
+        with build_lock("answer", directory):
+            assert (directory / "lock").exists()
+
+
 def test_loading_a_compiled_op_says_nothing(start) -> None:
     assert "answer 42" in start().communicate(timeout=LIMIT_S)[0]
     both = [start(), start()]
