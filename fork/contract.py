@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Iterator, Mapping
+from typing import Collection, Iterator, Mapping
 
 from fork.base_release import BaseRelease
 from fork.check import Finding
@@ -179,17 +179,17 @@ def _broken(use: Use, file: OverlayFile, base: BaseRelease, root: Path) -> Itera
         if problem:
             yield f"{use.name}: {problem}"
     elif isinstance(old, ast.ClassDef) and isinstance(new, ast.ClassDef):
-        yield from _broken_methods(old, new)
+        yield from _broken_methods(old, new, file.drops)
 
 
-def _broken_methods(old: ast.ClassDef, new: ast.ClassDef) -> Iterator[str]:
+def _broken_methods(old: ast.ClassDef, new: ast.ClassDef, drops: Collection[str]) -> Iterator[str]:
     """Public methods and the constructor. A method that is absent here may be inherited where ours has a base class."""
     ours = {node.name: node for node in new.body if isinstance(node, ast.FunctionDef)}
     for method in old.body:
         if not isinstance(method, ast.FunctionDef) or (method.name.startswith("_") and method.name != "__init__"):
             continue
         if method.name not in ours:
-            if not new.bases:
+            if not new.bases and f"{old.name}.{method.name}" not in drops:
                 yield f"{old.name} does not define {method.name}"
             continue
         problem = Parameters.of(ours[method.name].args).breaks(Parameters.of(method.args))

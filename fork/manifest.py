@@ -48,6 +48,8 @@ class OverlayFile:
     mode: Mode
     why: str
     base_sha256: str | None = None
+    drops: frozenset[str] = frozenset()
+    """Public methods, as `Class.method`, that the base's class has and ours gives up, since nobody calls them."""
 
     def destinations(self) -> list[str]:
         """The places that this file takes in the source tree."""
@@ -119,7 +121,7 @@ def parse_manifest(table: Mapping[str, Any]) -> Manifest:
 def parse_file(path: str, entry: Mapping[str, Any]) -> OverlayFile:
     """Validate one entry of `[tool.fork.files]`. Raises ManifestError."""
     where = f'[tool.fork.files."{path}"]'
-    _reject_unknown(entry, {"mode", "why", "base_sha256"}, where)
+    _reject_unknown(entry, {"mode", "why", "base_sha256", "drops"}, where)
     _reject_bad_path(path, where)
     try:
         mode = Mode(entry.get("mode"))
@@ -128,11 +130,17 @@ def parse_file(path: str, entry: Mapping[str, Any]) -> OverlayFile:
         raise ManifestError(f"{where} mode: expected {expected}, got {entry.get('mode')!r}") from None
     if mode is Mode.EXTENDS and not path.endswith(".py"):
         raise ManifestError(f"{where} mode: only a Python module can be extended; use replaces")
+    drops = entry.get("drops", [])
+    if not isinstance(drops, list) or not all(isinstance(name, str) for name in drops):
+        raise ManifestError(f"{where} drops: expected a list of Class.method, got {drops!r}")
     if mode is Mode.ADDS:
+        if drops:
+            raise ManifestError(f"{where} drops: an added file has no base file; remove the key")
         if "base_sha256" in entry:
             raise ManifestError(f"{where} base_sha256: an added file has no base file; remove the key")
         return OverlayFile(path, mode, _string(entry, "why", where))
-    return OverlayFile(path, mode, _string(entry, "why", where), _sha256(entry, "base_sha256", where))
+    sha256 = _sha256(entry, "base_sha256", where)
+    return OverlayFile(path, mode, _string(entry, "why", where), sha256, frozenset(drops))
 
 
 def _reject_bad_path(path: str, where: str) -> None:
