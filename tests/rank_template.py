@@ -42,6 +42,8 @@ PRELOADED_MODULES = (
     "transformers.models.opt.modeling_opt",
     "transformers.integrations.deepspeed",
     "deepspeed",
+    # initialize imports it late, and it takes seconds.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
 )
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",

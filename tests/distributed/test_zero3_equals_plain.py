@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.comparisons import EXACT, PlainTrainer, Tolerance, assert_released, assert_same_weights
-from tests.harness import Symptom, distributed, known_fault
+from tests.harness import distributed
 from tests.models import ADAM_EPS, WEIGHT_DECAY, build, token_ids, zero3_config
 
 ARCHITECTURES = ("llama", "mixtral", "gpt2")
@@ -119,10 +119,6 @@ def test_eval_between_training_steps(rank: int, world_size: int) -> None:
     evaluate_between_steps(rank, world_size)
 
 
-@known_fault(
-    "a forward without grad that follows a training step prefetches what the backward would have used",
-    Symptom(AssertionError, match="expected every parameter that is not persistent to be released, got .*INFLIGHT"),
-)
 @distributed(world_size=(1, 2))
 def test_eval_between_training_steps_leaves_nothing_behind(rank: int, world_size: int) -> None:
     assert_released(evaluate_between_steps(rank, world_size).module)

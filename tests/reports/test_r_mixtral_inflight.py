@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tests.comparisons import PlainTrainer, Tolerance, assert_released, assert_same_weights
-from tests.harness import RankDied, RankRaised, RankTimeout, Symptom, distributed, known_fault
+from tests.harness import distributed
 from tests.models import build, token_ids, zero3_config
 from tests.moe import HIDDEN, BranchModel, RoutedBlock, RoutedModel, hidden_states, seeded
 
@@ -30,14 +30,6 @@ HANG_TIMEOUT_S = 8.0
 """Several times what a test needs when no rank waits for another."""
 CLOSE = Tolerance(rtol=1e-5, atol=1e-5)
 WEIGHTS = Tolerance(rtol=1e-4, atol=LR / 100)
-
-RANKS_CAME_APART = (
-    # Which of these it is depends on which gathers happen to have equal sizes and who is first.
-    Symptom(AssertionError, match="differs from plain torch"),
-    Symptom(RankDied, match=r"ended by signal \d+ \((SIGABRT|SIGSEGV)\)"),
-    Symptom(RankTimeout, match="all_gather|fetch_sub_module|reset_step|reduce_scatter"),
-    Symptom(RankRaised, match="gloo|AssertionError|size mismatch"),
-)
 
 
 def engine_for(model: nn.Module, config: dict[str, Any] | None = None) -> deepspeed.DeepSpeedEngine:
@@ -100,10 +92,6 @@ def test_training_when_every_expert_has_tokens() -> None:
     train_when_ranks_route_alike(chosen=(0, 1, 2, 3))
 
 
-@known_fault(
-    "an expert that no token chose is updated with the gradient of the last step in which one did",
-    Symptom(AssertionError, match="the loss of step [1-7] differs from plain torch"),
-)
 @distributed(world_size=(1, 2))
 def test_training_when_some_experts_have_no_tokens() -> None:
     train_when_ranks_route_alike(chosen=None)
@@ -152,14 +140,12 @@ def training_when_ranks_route_differently(rank: int, world_size: int, from_step:
     assert_same_weights(engine.module, plain, WEIGHTS)
 
 
-@known_fault("R-mixtral-inflight, C01: ranks that route differently gather different experts", *RANKS_CAME_APART)
 @distributed(world_size=2, timeout_s=HANG_TIMEOUT_S)
 @pytest.mark.parametrize("from_step", [0, 3])
 def test_forwards_when_ranks_route_differently(rank: int, from_step: int) -> None:
     forwards_when_ranks_route_differently(rank, from_step)
 
 
-@known_fault("R-mixtral-inflight, C01: ranks that route differently gather different experts", *RANKS_CAME_APART)
 @distributed(world_size=2, timeout_s=HANG_TIMEOUT_S)
 @pytest.mark.parametrize("from_step", [0, 3])
 def test_training_when_ranks_route_differently(rank: int, world_size: int, from_step: int) -> None:
@@ -178,7 +164,6 @@ def test_training_of_leaf_blocks_when_ranks_route_differently(rank: int, world_s
     training_when_ranks_route_differently(rank, world_size, from_step, leaf=True)
 
 
-@known_fault("C02: a branch that only rank 0 takes", *RANKS_CAME_APART)
 @distributed(world_size=2, timeout_s=HANG_TIMEOUT_S)
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "train"])
 def test_branch_of_one_rank(rank: int, world_size: int, train: bool) -> None:
@@ -313,13 +298,6 @@ def test_training_through_containers(container: str, rank: int, world_size: int)
     train_with_container(container, rank, world_size)
 
 
-@known_fault(
-    "R-mixtral-inflight, C15: the hooks do not see the tensors in these containers",
-    # The weight was released after the forward, and nothing brought it back for the backward.
-    Symptom(RuntimeError, match="mat2 must be a matrix"),
-    # The base looks for the tensors of an object in its __dict__.
-    Symptom(TypeError, match=r"vars\(\) argument must have __dict__ attribute"),
-)
 @distributed(world_size=(1, 2))
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name not in SEEN_BY_BASE])
 def test_training_through_other_containers(container: str, rank: int, world_size: int) -> None:

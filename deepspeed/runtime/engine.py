@@ -1,0 +1,41 @@
+"""The base's engine, without its walk over all modules before and after every forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _base_engine
+from ._base_engine import *  # noqa: F401,F403
+
+
+class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
+    """See the base's."""
+
+    _walks_modules = True
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._walks_modules and super().zero_optimization_partition_weights()
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        # Under stage 3 the base marks each module as being in a forward, so that reads of partitioned parameters are
+        # noticed. The runtime knows by itself whether a forward is under way.
+        self._walks_modules = False
+        try:
+            return super()._forward_prologue(inputs, kwargs)
+        finally:
+            self._walks_modules = True
+
+    def _forward_epilogue(self) -> None:
+        self._walks_modules = False
+        try:
+            super()._forward_epilogue()
+        finally:
+            self._walks_modules = True
+
+    def destroy(self) -> None:
+        """Take the engine's hooks off the model too: they kept engine and model alive."""
+        super().destroy()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            hook = getattr(self, name, None)
+            if hook is not None:
+                hook.remove()

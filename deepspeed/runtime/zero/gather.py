@@ -1,0 +1,377 @@
+"""Making partitioned parameters whole, and partitioned again.
+
+Owns what is whole, what is in flight and how many elements that is. Knows nothing of modules or of what comes next.
+
+[Note: layout of a gather]
+
+Each rank contributes one slot of bytes, all slots are equally long::
+
+    | fingerprint, flag: 2 × int64 | shard of parameter 0 | pad | shard of parameter 1 | pad | ...
+
+The parts start at multiples of 16 bytes, so shards of any dtypes go through one collective. Whole parameters are copied
+out of the received slots into memory of their own, which the allocators of torch align to 64 bytes or more.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional, Protocol
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.torch_autocast import has_comm_dtype
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Parameter
+
+ALIGNMENT_BYTES = 16
+HEADER_BYTES = 16
+
+
+@dataclass
+class Statistics:
+    """Counted since the engine was made. ``_numel`` are elements of whole parameters, without persistent ones."""
+
+    gathers: int = 0
+    """Collectives that gathered parameters."""
+    gathered_numel: int = 0
+    discarded_fetches: int = 0
+    """Parameters that were gathered ahead and given up unused."""
+    discarded_numel: int = 0
+    live_numel: int = 0
+    """Whole or in flight now."""
+    peak_live_numel: int = 0
+    rounds: int = 0
+    """Exchanges in which the ranks told each other where they are."""
+
+
+class Tier(enum.Enum):
+    """How a parameter is made whole."""
+
+    SHARDS = enum.auto()
+    """This module's own collective over the partitions."""
+    BASE = enum.auto()
+    """The base's path: NVMe, quantized weights, secondary partitions, other dtypes on the wire."""
+
+
+class GatherFailed(RuntimeError):
+    """The other ranks did not take part in a gather, or with other parameters. No number of it was used."""
+
+
+class _Handle(Protocol):
+    def wait(self, **kwargs: Any) -> Any: ...
+
+
+@dataclass
+class Collective:
+    """A gather that has been started."""
+
+    params: tuple[int, ...]
+    fingerprint: int
+    arriving: frozenset[int]
+    """What was not whole on this rank when it was started, and is wanted here."""
+    work: Sequence[_Handle]
+    shards: tuple[int, ...] = ()
+    """Of ``params``, those in ``received``; the others go the base's way."""
+    received: Optional[torch.Tensor] = None
+    """``(ranks, slot bytes)`` uint8; None if no other rank takes part."""
+    bystanders: dict[int, Optional[torch.Tensor]] = field(default_factory=dict)
+    """Parameters that the base's path gathers for other ranks only, with their data if they were whole here."""
+
+
+def _padded(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass
+class Gatherer:
+    """All parameters of one engine that come and go.
+
+    Args:
+        timeout_s: how long a gather waits for the other ranks.
+        quantized_weights: ``zero_quantized_weights``.
+        quantizes: that, or ``zero_quantized_nontrainable_weights``.
+        stream: where collectives are issued; None where the device has no streams.
+    """
+
+    timeout_s: float
+    quantized_weights: bool = False
+    quantizes: bool = False
+    stream: Any = None
+    statistics: Statistics = field(default_factory=Statistics)
+    params: list[Parameter] = field(default_factory=list)
+    """All parameters, by index."""
+    names: list[str] = field(default_factory=list)
+    numel: list[int] = field(default_factory=list)
+    whole: dict[int, None] = field(default_factory=dict)
+    """What this object made whole and has not released, persistent parameters left out."""
+    unused: set[int] = field(default_factory=set)
+    """Of these, what was gathered ahead and not needed so far."""
+
+    def __post_init__(self) -> None:
+        self._index: dict[int, int] = {}
+        self._tiers: dict[int, Tier] = {}
+        self._placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def register(self, param: Parameter, name: str) -> int:
+        """Give ``param`` a number. All ranks register the same parameters in the same order."""
+        index = self._index.get(id(param))
+        if index is None:
+            index = self._index[id(param)] = len(self.params)
+            self.params.append(param)
+            self.names.append(name)
+            self.numel.append(int(param.ds_numel))
+        return index
+
+    def index_of(self, param: Parameter) -> Optional[int]:
+        """The number of ``param``; None if it is not one of this engine's."""
+        return self._index.get(id(param))
+
+    def are_whole(self, params: Iterable[int]) -> bool:
+        """Whether all of ``params`` can be computed with."""
+        known = self.params
+        return all(known[p].ds_status is ZeroParamStatus.AVAILABLE for p in params)
+
+    def missing(self, params: Iterable[int]) -> list[int]:
+        """Which of ``params`` are neither whole nor in flight."""
+        known = self.params
+        return [p for p in params if known[p].ds_status is ZeroParamStatus.NOT_AVAILABLE]
+
+    def start(
+        self,
+        params: Sequence[int],
+        fingerprint: int,
+        flag: bool = False,
+        adopt: Optional[Collection[int]] = None,
+    ) -> Collective:
+        """Start gathering. A collective of the partition group, whatever is whole here already.
+
+        ``adopt`` is what this rank wants of it (all, if left out); for the rest it only helps the others.
+        """
+        arriving = frozenset(p for p in self.missing(params) if adopt is None or p in adopt)
+        for index in arriving:
+            if index in self.whole:
+                # Someone else has partitioned it (GatheredParameters does, as it ends).
+                del self.whole[index]
+                self._count_live(index, -1)
+            self._count_live(index, +1)
+        self.statistics.gathers += 1
+        self.statistics.gathered_numel += sum(self.numel[p] for p in params)
+        shards = tuple(p for p in params if self.tier_of(self.params[p]) is Tier.SHARDS)
+        collective = Collective(tuple(params), fingerprint, arriving, work=[], shards=shards)
+        if len(shards) < len(params):
+            others = set(params).difference(shards)
+            self._start_base([p for p in params if p in others], collective)
+        if self.params[params[0]].ds_zero_partition_world_size > 1:
+            self._start_shards(collective, flag)
+        for index in arriving:
+            self.params[index].ds_status = ZeroParamStatus.INFLIGHT
+        return collective
+
+    def finish(self, collective: Collective) -> bool:
+        """Wait, and make what this rank wants whole. True if some rank has set the flag.
+
+        Raises:
+            GatherFailed: another rank ended, did not come in time, or gathered something else; nothing was made whole.
+        """
+        try:
+            flagged = self._wait(collective)
+        except BaseException:
+            for index in collective.arriving:
+                self.params[index].ds_status = ZeroParamStatus.NOT_AVAILABLE
+                self._count_live(index, -1)
+            raise
+        if collective.received is not None:
+            with self._on_stream():
+                self._adopt_shards(collective, collective.received)
+        if len(collective.shards) < len(collective.params):
+            self._adopt_base(collective)
+        self._leave_stream()
+        return flagged
+
+    def _adopt_shards(self, collective: Collective, received: torch.Tensor) -> None:
+        """Copy what is wanted out of the slots, each parameter into memory of its own."""
+        offset = HEADER_BYTES
+        for index in collective.shards:
+            param = self.params[index]
+            shard = param.ds_tensor
+            end = offset + shard.numel() * shard.element_size()
+            if index in collective.arriving:
+                flat = received[:, offset:end].contiguous().view(-1).view(shard.dtype)
+                param.data = flat[: self.numel[index]].view(param.ds_shape)
+                param.ds_status = ZeroParamStatus.AVAILABLE
+                if not param.ds_persist:
+                    self.whole[index] = None
+            offset = _padded(end)
+
+    def _adopt_base(self, collective: Collective) -> None:
+        """The base has made them whole."""
+        for index in collective.params:
+            param = self.params[index]
+            if index in collective.bystanders:
+                self._restore(param, collective.bystanders[index])
+            elif index in collective.arriving and index not in collective.shards:
+                self._release_swap_buffer_of_persistent(param)
+                if not param.ds_persist:
+                    self.whole[index] = None
+
+    def release(self, index: int) -> None:
+        """Partition a parameter that nothing uses any more."""
+        if index in self.unused:
+            self.unused.discard(index)
+            self.statistics.discarded_fetches += 1
+            self.statistics.discarded_numel += self.numel[index]
+        if index in self.whole:
+            del self.whole[index]
+            self._count_live(index, -1)
+        param = self.params[index]
+        if param.ds_status is ZeroParamStatus.AVAILABLE:
+            self._give_up(param)
+
+    def _give_up(self, param: Parameter) -> None:
+        """Leave ``param`` partitioned, whatever it holds."""
+        param.ds_active_sub_modules.clear()
+        if self.tier_of(param) is Tier.BASE:
+            param.partition()
+            return
+        if self.stream is not None and get_accelerator().on_accelerator(param.data):
+            # The memory goes back to the stream that it came from; this one may still be reading it.
+            param.data.record_stream(get_accelerator().current_stream())
+        param.data = self._placeholder(param)
+        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def tier_of(self, param: Parameter) -> Tier:
+        """Which way ``param`` goes; the same on all ranks."""
+        tier = self._tiers.get(id(param))
+        if tier is None:
+            tier = self._find_tier(param)
+            if param.ds_zero_param_process_group is None and not self.quantizes:
+                # Without secondary partitions and quantization it cannot change.
+                self._tiers[id(param)] = tier
+        return tier
+
+    def _find_tier(self, param: Parameter) -> Tier:
+        shard = param.ds_tensor
+        if (
+            param.ds_zero_partition_world_size == 1
+            or shard.final_location == OffloadDeviceEnum.nvme
+            or param.ds_secondary_tensor is not None
+            or self.quantized_weights
+            or hasattr(shard, "ds_quant_scale")
+            or shard.dtype != param.dtype
+            or has_comm_dtype(param)
+        ):
+            return Tier.BASE
+        return Tier.SHARDS
+
+    def read_ahead(self, params: Iterable[int]) -> None:
+        """Start reading partitions from NVMe, as far as buffers are free."""
+        on_nvme = [
+            p
+            for p in (self.params[i] for i in params)
+            if p.nvme_swapper is not None
+            and p.ds_tensor.final_location == OffloadDeviceEnum.nvme
+            and p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+        ]
+        if on_nvme:
+            swapper = on_nvme[0].nvme_swapper
+            on_nvme = on_nvme[: swapper.available_swap_in_buffers()]
+            if on_nvme:
+                swapper.swap_in(on_nvme, async_op=True)
+
+    def _count_live(self, index: int, sign: int) -> None:
+        if self.params[index].ds_persist:
+            return
+        statistics = self.statistics
+        statistics.live_numel += sign * self.numel[index]
+        statistics.peak_live_numel = max(statistics.peak_live_numel, statistics.live_numel)
+
+    def _start_shards(self, collective: Collective, flag: bool) -> None:
+        shards = [self.params[p].ds_tensor for p in collective.shards]
+        sizes = [shard.numel() * shard.element_size() for shard in shards]
+        slot_bytes = HEADER_BYTES + sum(_padded(size) for size in sizes)
+        device = get_accelerator().current_device_name()
+        group = self.params[collective.params[0]].ds_process_group
+        with self._on_stream():
+            slot = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+            header = torch.tensor([collective.fingerprint, int(flag)], dtype=torch.int64)
+            slot[:HEADER_BYTES].copy_(header.view(torch.uint8))
+            offset = HEADER_BYTES
+            for shard, size in zip(shards, sizes):
+                slot[offset : offset + size].copy_(shard.detach().view(torch.uint8), non_blocking=True)
+                offset += _padded(size)
+            collective.received = torch.empty(
+                dist.get_world_size(group=group), slot_bytes, dtype=torch.uint8, device=device
+            )
+            work = dist.all_gather_into_tensor(collective.received.view(-1), slot, group=group, async_op=True)
+        collective.work = [*collective.work, work]
+
+    def _start_base(self, params: Sequence[int], collective: Collective) -> None:
+        """Through the base's `all_gather_coalesced`, which wants alike parameters together."""
+        kinds: dict[tuple[bool, bool], list[Parameter]] = {}
+        for index in params:
+            param = self.params[index]
+            if index not in collective.arriving:
+                if param.ds_zero_partition_world_size == 1:
+                    continue
+                whole = param.ds_status is ZeroParamStatus.AVAILABLE
+                collective.bystanders[index] = param.data if whole else None
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            quantized = hasattr(param.ds_tensor, "ds_quant_scale") or self.quantized_weights
+            kinds.setdefault((quantized, param.ds_secondary_tensor is not None), []).append(param)
+        with self._on_stream():
+            collective.work = [
+                alike[0].all_gather_coalesced(alike, quantize=quantized)
+                for (quantized, _), alike in sorted(kinds.items(), key=lambda kind: kind[0])
+            ]
+
+    def _restore(self, param: Parameter, data: Optional[torch.Tensor]) -> None:
+        """Undo what a gather for other ranks did to ``param``."""
+        if data is None:
+            self._give_up(param)
+        else:
+            param.data = data
+
+    def _wait(self, collective: Collective) -> bool:
+        with self._on_stream():
+            for number, handle in enumerate(collective.work, 1):
+                if collective.received is not None and number == len(collective.work):
+                    try:
+                        handle.wait(datetime.timedelta(seconds=self.timeout_s))
+                    except RuntimeError as error:
+                        raise GatherFailed(str(error)) from error
+                else:
+                    handle.wait()
+            if collective.received is None:
+                return False
+            headers = collective.received[:, :HEADER_BYTES].cpu().contiguous().view(torch.int64)
+        fingerprints, flags = headers.t().tolist()
+        if any(fingerprint != collective.fingerprint for fingerprint in fingerprints):
+            raise GatherFailed(
+                f"gathered {collective.fingerprint:#x} here, but the ranks gathered {[hex(f) for f in fingerprints]}"
+            )
+        return any(flags)
+
+    def _release_swap_buffer_of_persistent(self, param: Parameter) -> None:
+        """It stays whole on the device, so its buffer is free for others."""
+        if param.ds_persist and param.ds_tensor.final_location == OffloadDeviceEnum.nvme:
+            param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+    def _placeholder(self, param: Parameter) -> torch.Tensor:
+        """What a partitioned parameter holds: nothing. Shared by all of one kind."""
+        kind = (param.dtype, param.device)
+        if kind not in self._placeholders:
+            self._placeholders[kind] = torch.empty(0, dtype=param.dtype, device=param.device)
+        return self._placeholders[kind]
+
+    def _on_stream(self) -> Any:
+        return get_accelerator().stream(self.stream)
+
+    def _leave_stream(self) -> None:
+        if not get_accelerator().resolves_data_dependency():
+            get_accelerator().current_stream().wait_stream(self.stream)

@@ -1,0 +1,42 @@
+"""`deepspeed.zero.Init` with a word for who runs the model that it partitioned without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Module
+
+_GUARD = "_zero3_guard"
+
+
+class Init(partition_parameters.Init):
+    """See the base's."""
+
+    def _post_init_method(self, module: Module) -> None:
+        super()._post_init_method(module)
+        if _GUARD not in module.__dict__ and any(_is_partitioned(p) for p in module._parameters.values()):
+            module.__dict__[_GUARD] = module.register_forward_pre_hook(_require_whole)
+
+
+def remove_guard(module: Module) -> None:
+    """An engine takes care of ``module`` from now on."""
+    guard = module.__dict__.pop(_GUARD, None)
+    if guard is not None:
+        guard.remove()
+
+
+def _require_whole(module: Module, args: Any) -> None:
+    partitioned = [name for name, param in module._parameters.items() if _is_partitioned(param)]
+    if partitioned:
+        raise RuntimeError(
+            f"{type(module).__name__} is called while its parameters are partitioned ({', '.join(partitioned)}): the "
+            "model was made under deepspeed.zero.Init, and no engine gathers them. Pass the model to "
+            "deepspeed.initialize and call the engine, or gather them for a while with "
+            "deepspeed.zero.GatheredParameters."
+        )
+
+
+def _is_partitioned(param: Any) -> bool:
+    return getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE

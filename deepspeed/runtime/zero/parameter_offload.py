@@ -1,0 +1,574 @@
+"""Hooks that tell the coordinator what modules do, and what it takes to find parameters that a module reads of another.
+
+A module has hooks only if it needs something that is not always whole. Its output tensors get a tensor hook each when
+gradients are recorded; nothing is put into the autograd graph and no tensor or container is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import FrameType
+from typing import Any, Optional
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.fetch_plan import Budgets
+from deepspeed.runtime.zero.gather import Gatherer
+from deepspeed.runtime.zero.granularity import find_leaves
+from deepspeed.runtime.zero.guard import remove_guard
+from deepspeed.runtime.zero.lockstep import DEFAULT_TIMEOUT_S, LockstepError, Peers
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, _init_external_params
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    Node,
+    PartitionedParameterCoordinator,
+    Use,
+    is_always_whole,
+)
+from deepspeed.runtime.zero.tensor_tree import tensors_in
+from deepspeed.runtime.zero.utils import is_zero_param
+from deepspeed.utils import logger, set_z3_leaf_module, z3_leaf_module
+from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
+
+NVME_READ_AHEAD_PARAMS = 8
+
+ALIGNMENT_BYTES = 16
+"""Kernels may require it of a parameter, so a partition that starts elsewhere is not used as one."""
+
+_FILES_WITHOUT_FORWARDS = (torch.nn.modules.module.__file__, torch.nn.modules.container.__file__)
+
+
+class ZeROOrderedDict(dict):
+    """A module's ``_parameters``: notices when a parameter is read that is not whole.
+
+    A copy of it (``copy.deepcopy``, pickle) is a plain dict: the copied module belongs to no engine.
+    """
+
+    def __init__(self, parent_module: Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parent_module = parent_module
+        self._in_forward = False
+        """Set by the engine around its forward; only code of DeepCompile reads it."""
+        self._offload: Optional[DeepSpeedZeRoOffload] = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+    def __getitem__(self, key: str) -> Any:
+        param = super().__getitem__(key)
+        # Whether a parameter is whole must not become a guard of compiled code.
+        if torch.compiler.is_compiling():
+            return param
+        status = getattr(param, "ds_status", None)
+        if status is not None and status is not ZeroParamStatus.AVAILABLE:
+            if self._offload is not None:
+                self._offload.read_while_partitioned(self._parent_module, param)
+            if self._in_forward and param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                _fall_back_to_eager(param)
+        elif self._in_forward and status is not None:
+            _note_eager_access(param)
+        return param
+
+
+def _fall_back_to_eager(param: Parameter) -> None:
+    """Under DeepCompile, which takes the hooks away, code that is not compiled gathers what it reads."""
+    from deepspeed.compile.z3_eager_fallback import get_active_z3_eager_fallback, is_dynamo_guard_evaluation
+
+    fallback = get_active_z3_eager_fallback()
+    if fallback is None:
+        return
+    if is_dynamo_guard_evaluation():
+        # A guard looks at identity and metadata only.
+        fallback.record_guard_suppressed_param(param)
+        return
+    param.all_gather()
+    fallback.record_gathered_param(param)
+
+
+def _note_eager_access(param: Parameter) -> None:
+    compile_fallback = sys.modules.get("deepspeed.compile.z3_eager_fallback")
+    fallback = compile_fallback.get_active_z3_eager_fallback() if compile_fallback is not None else None
+    if fallback is not None and not compile_fallback.is_dynamo_guard_evaluation():
+        fallback.record_param_access(param)
+
+
+def ensure_zero_ordered_dict(module: Module) -> None:
+    """Make ``module._parameters`` a `ZeROOrderedDict`, if it is a dict of another kind. Called again, does nothing."""
+    parameters = getattr(module, "_parameters", None)
+    if isinstance(parameters, dict) and not isinstance(parameters, ZeROOrderedDict):
+        if not hasattr(module, "_original_parameters"):
+            module._original_parameters = parameters
+        module._parameters = ZeROOrderedDict(module, parameters)
+
+
+class ExternalParameters(dict):
+    """A module's ``_external_params``: tells when one is registered."""
+
+    def __init__(self, offload: DeepSpeedZeRoOffload, module: Module, items: Mapping[int, Parameter]) -> None:
+        super().__init__(items)
+        self._offload = offload
+        self._module = module
+
+    def __setitem__(self, key: int, param: Parameter) -> None:
+        known = key in self
+        super().__setitem__(key, param)
+        if not known:
+            self._offload.external_parameter_registered(self._module, param)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class DeepSpeedZeRoOffload:
+    """The ZeRO-3 runtime of one engine: partitions the model's parameters, and has them whole where they are used.
+
+    The arguments are those of a ds_config's ``zero_optimization``, in elements; ``module`` is the model.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        timers: Any,
+        ds_config: Any,
+        zenflow: bool = False,
+        overlap_comm: bool = True,
+        prefetch_bucket_size: float = 50_000_000,
+        max_reuse_distance: float = 1_000_000_000,
+        max_live_parameters: float = 1_000_000_000,
+        param_persistence_threshold: float = 100_000,
+        model_persistence_threshold: float = sys.maxsize,
+        dp_process_group: Any = None,
+        offload_param_config: Any = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        zero_module_granularity_threshold: int = 0,
+        log_trace_cache_warnings: bool = False,
+    ) -> None:
+        self.module = module
+        self.timers = timers
+        self.zenflow = zenflow
+        self.dtype = next(module.parameters()).dtype
+        self.dp_process_group = dp_process_group
+        self.offload_device: Optional[OffloadDeviceEnum] = None
+        self.offload_param_pin_memory = False
+        if offload_param_config is not None and offload_param_config.device != OffloadDeviceEnum.none:
+            self.offload_device = offload_param_config.device
+            self.offload_param_pin_memory = offload_param_config.pin_memory
+        self.zero_param_parallel_group = zero_param_parallel_group
+        self.zero_quantized_weights = zero_quantized_weights
+        self.zero_quantized_nontrainable_weights = zero_quantized_nontrainable_weights
+
+        self._partition_parameters(ds_config, mpu)
+        self._always_whole = [] if zenflow else [p for p in _distinct(module.parameters()) if _can_alias(p)]
+        self._base_partition = [param.partition for param in self._always_whole]
+        for param in self._always_whole:
+            param.ds_always_whole = True
+            param.ds_persist = True
+            param.partition = partial(self._keep_whole, param)
+        self.persistent_parameters = self.mark_persistent_parameters(
+            int(param_persistence_threshold), int(model_persistence_threshold)
+        )
+        if zero_module_granularity_threshold > 0:
+            self._declare_leaves(zero_module_granularity_threshold)
+
+        on_nvme = self.offload_device == OffloadDeviceEnum.nvme
+        self._budgets = Budgets(
+            # What is on NVMe is read ahead, not gathered ahead: the gather would hold the buffers.
+            prefetch_numel=0 if on_nvme else int(prefetch_bucket_size),
+            live_numel=int(max_live_parameters),
+            reuse_numel=int(max_reuse_distance),
+            read_ahead_params=NVME_READ_AHEAD_PARAMS if on_nvme else 0,
+        )
+        timeout_s = _lockstep_timeout_s(ds_config)
+        self.param_coordinator = PartitionedParameterCoordinator(
+            Gatherer(
+                timeout_s,
+                quantized_weights=zero_quantized_weights,
+                quantizes=zero_quantized_weights or zero_quantized_nontrainable_weights,
+                stream=_gather_stream(overlap_comm),
+            ),
+            self._budgets,
+            self._find_peers(timeout_s),
+            log_trace_cache_warnings,
+        )
+        if zenflow:
+            self.param_coordinator.on_hold = self.param_coordinator.on_unhold = self._transpose
+        self._indices: dict[Module, int] = {}
+        """Each module's place in the model, the same on all ranks."""
+        self._names: dict[Module, str] = {}
+        self._nodes: dict[Module, Node] = {}
+        self._opened_leaves: set[Module] = set()
+        self.forward_hooks: list[RemovableHandle] = []
+        self.backward_hooks: list[RemovableHandle] = []
+        """Always empty: backward hooks sit on output tensors and go with them."""
+        self._watch_parameters()
+        self.setup_zero_stage3_hooks()
+        self.restore_whole()
+
+    # -- names that others know --
+
+    def get_param_coordinator(self) -> PartitionedParameterCoordinator:
+        return self.param_coordinator
+
+    def partition_all_parameters(self) -> None:
+        """Partition every parameter, persistent ones too, except what is a view of its partition."""
+        self.param_coordinator.release_and_reset_all(self.module)
+        self._drop_copies()
+
+    def empty_partition_cache(self) -> None:
+        self.partition_all_parameters()
+
+    def release_backward_leftovers(self) -> None:
+        self.param_coordinator.release_backward_leftovers()
+
+    def destroy(self) -> None:
+        """Take everything off the model that was put on it. Its parameters stay partitioned."""
+        self._remove_module_hooks()
+        for part in self.module.modules():
+            if isinstance(part._parameters, ZeROOrderedDict):
+                part._parameters._offload = None
+            if isinstance(part.__dict__.get("_external_params"), ExternalParameters):
+                part._external_params = dict(part._external_params)
+        for param, partition in zip(self._always_whole, self._base_partition):
+            param.partition = partition
+        self.param_coordinator.close()
+
+    def setup_zero_stage3_hooks(self) -> None:
+        self._register_deepspeed_module(self.module)
+
+    def _remove_module_hooks(self) -> None:
+        for hook in (*self.forward_hooks, *self.backward_hooks):
+            hook.remove()
+        self.forward_hooks = []
+        self.backward_hooks = []
+
+    def _register_deepspeed_module(self, module: Module, count: Any = None) -> None:
+        """Put the hooks on ``module`` and what is in it; those that are there already are taken off first."""
+        if module is self.module:
+            self._remove_module_hooks()
+            self.param_coordinator.forget_paths()
+        for name, part in self.module.named_modules():
+            self._names[part] = name or type(part).__name__
+            self._indices.setdefault(part, len(self._indices))
+        for part, around in list(self._walk()):
+            part.ds_id = self._indices[part]
+            self._attach(part, around)
+
+    def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[Parameter]:
+        """Mark parameters of at most ``param_threshold`` elements, ``model_threshold`` in all, as persistent."""
+        if self.zenflow:
+            return []  # Each is turned when a module begins to use it, so each has to be held.
+        persistent: list[Parameter] = []
+        total_numel = 0
+        for param in self.module.parameters():
+            if is_always_whole(param):
+                continue
+            small = param.ds_numel <= param_threshold and total_numel + param.ds_numel <= model_threshold
+            if small or not param.ds_numel:
+                param.ds_persist = True
+                persistent.append(param)
+                total_numel += param.ds_numel
+        return persistent
+
+    # -- what is always whole --
+
+    @torch.no_grad()
+    def restore_whole(self) -> None:
+        """Make what this rank owns all of a view of its partition, if something else has happened to it.
+
+        Of a partition that is not aligned it makes a copy, which `partition_all_parameters` drops.
+        """
+        for param in self._always_whole:
+            shard = param.ds_tensor
+            aligned = not shard.data_ptr() % ALIGNMENT_BYTES
+            if param.ds_status is ZeroParamStatus.AVAILABLE and (not aligned or param.data_ptr() == shard.data_ptr()):
+                continue
+            flat = shard.data[: param.ds_numel]
+            param.data = (flat if aligned else flat.clone()).view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+
+    @torch.no_grad()
+    def let_go_of_whole(self) -> None:
+        """Drop the views, so that partitions can be moved. `restore_whole` makes them again."""
+        for param in self._always_whole:
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def _transpose(self, index: int) -> None:
+        """ZenFlow keeps matrices transposed; they are turned while modules use them."""
+        param = self.param_coordinator.gatherer.params[index]
+        if len(param.ds_shape) != 1:
+            param.data = param.data.t()
+
+    def _drop_copies(self) -> None:
+        for param in self._always_whole:
+            if param.ds_status is ZeroParamStatus.AVAILABLE and not self._is_view(param):
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def _is_view(self, param: Parameter) -> bool:
+        return bool(param.data_ptr() == param.ds_tensor.data_ptr())
+
+    @torch.no_grad()
+    def _keep_whole(
+        self,
+        param: Parameter,
+        param_list: Optional[Iterable[Parameter]] = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """In the place of ``param.partition``: there is nothing to free, but an update has to reach the partition."""
+        for each in param_list if param_list is not None else (param,):
+            if not is_always_whole(each):
+                each.partition(has_been_updated=has_been_updated, free_data=free_data)
+            elif has_been_updated and not self._is_view(each):
+                each.ds_tensor.data[: each.ds_numel].copy_(each.data.reshape(-1))
+        self.restore_whole()
+
+    # -- what hooks call --
+
+    def _before_forward(self, node: Node, module: Module, args: Any) -> None:
+        self.param_coordinator.enter(node, self._indices[module], torch.is_grad_enabled())
+
+    def _after_forward(self, node: Node, module: Module, args: Any, output: Any) -> None:
+        coordinator = self.param_coordinator
+        use = coordinator.leave(node)
+        if use is None:
+            return
+        grad = torch.is_grad_enabled()
+        if coordinator.is_outside:
+            coordinator.end_pass(grad)
+        elif type(output) is not torch.Tensor:
+            self._keep_returned_parameters(module, output)
+        if grad and use.needs_anything:
+            for tensor in tensors_in(output):
+                # A leaf was not computed here.
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(partial(self._before_backward, use))
+
+    def _before_backward(self, use: Use, grad: torch.Tensor) -> None:
+        self.param_coordinator.enter_backward(use)
+
+    def _before_root_forward(self, module: Module, args: Any) -> None:
+        if self._always_whole:
+            self.restore_whole()
+
+    def _after_failed_root_forward(self, node: Node, module: Module, args: Any, output: Any) -> None:
+        """Called after a forward that returned, too: then there is nothing to do."""
+        coordinator = self.param_coordinator
+        if coordinator.leave(node) is None or not coordinator.is_outside:
+            return
+        if isinstance(sys.exc_info()[1], LockstepError):
+            return  # The others are not there.
+        coordinator.end_pass(grad=False)
+
+    def read_while_partitioned(self, owner: Module, param: Parameter) -> None:
+        """``param`` of ``owner`` is read and is not whole."""
+        if not self.param_coordinator.is_running:
+            return
+        reader = self._reading_module(sys._getframe(2)) or owner
+        self._read_outside(reader, param)
+
+    def external_parameter_registered(self, module: Module, param: Parameter) -> None:
+        if not is_zero_param(param) or param.ds_persist:
+            return
+        node = self._nodes.get(module)
+        if node is not None:
+            self.param_coordinator.add_external(node, param)
+        elif module in self._indices and self.forward_hooks:
+            self._attach(module, self._around(module))
+
+    # -- finding who reads --
+
+    def _read_outside(self, reader: Module, param: Parameter) -> None:
+        if reader not in self._indices:
+            reader = self.module
+        if id(param) not in reader._external_params and not any(param is own for own in reader._parameters.values()):
+            reader._external_params[id(param)] = param
+        self.param_coordinator.read_outside(param)
+
+    def _keep_returned_parameters(self, module: Module, output: Any) -> None:
+        """A parameter that a module returns is used by whoever called it."""
+        for tensor in tensors_in(output):
+            if isinstance(tensor, Parameter) and is_zero_param(tensor) and not tensor.ds_persist:
+                caller = self._reading_module(sys._getframe(2), besides=module) or self.module
+                self._read_outside(caller, tensor)
+
+    def _reading_module(self, frame: Optional[FrameType], besides: Optional[Module] = None) -> Optional[Module]:
+        """The module whose code is running: the nearest ``self`` on the stack that is one of the model's modules."""
+        while frame is not None:
+            candidate = frame.f_locals.get("self")
+            in_torch = frame.f_code.co_filename in _FILES_WITHOUT_FORWARDS
+            if (
+                isinstance(candidate, Module)
+                and not in_torch
+                and candidate is not besides
+                and candidate in self._indices
+            ):
+                return candidate
+            frame = frame.f_back
+        return None
+
+    # -- setting up --
+
+    def _partition_parameters(self, ds_config: Any, mpu: Any) -> None:
+        others = [p for p in self.module.parameters() if not is_zero_param(p)]
+        if not others:
+            return
+        partitioned = next((p for p in self.module.parameters() if is_zero_param(p)), None)
+        if partitioned is not None:
+            partitioned.convert_to_zero_parameters(param_list=others)
+            return
+        Init(
+            module=self.module,
+            # An mpu of sequence parallelism alone has no such group.
+            data_parallel_group=mpu.get_data_parallel_group() if hasattr(mpu, "get_data_parallel_group") else None,
+            dtype=self.dtype,
+            config_dict_or_path=ds_config,
+            remote_device=self.offload_device,
+            pin_memory=self.offload_param_pin_memory,
+            mpu=mpu,
+            zero_param_parallel_group=self.zero_param_parallel_group,
+            zero_quantized_weights=self.zero_quantized_weights,
+            zero_quantized_nontrainable_weights=self.zero_quantized_nontrainable_weights,
+        )
+
+    def _find_peers(self, timeout_s: float) -> Optional[Peers]:
+        params = list(self.module.parameters())
+        groups = {id(p.ds_process_group): p.ds_process_group for p in params}
+        if all(p.ds_zero_partition_world_size == 1 for p in params):
+            return None
+        if len(groups) > 1:
+            logger.warning(
+                "ZeRO-3: the parameters of %s are partitioned over %d process groups; whether their ranks are in step "
+                "is not checked.",
+                type(self.module).__name__,
+                len(groups),
+            )
+            return None
+        (group,) = groups.values()
+        return Peers(group, timeout_s)
+
+    def _declare_leaves(self, threshold_numel: int) -> None:
+        leaves, finest = find_leaves(self.module, threshold_numel)
+        for leaf in leaves:
+            set_z3_leaf_module(leaf, True)
+        if not leaves and finest is not None:
+            logger.warning(
+                "stage3_module_granularity_threshold=%d has no effect: the finest module, %s, has %d elements a layer",
+                threshold_numel,
+                type(finest.module).__name__,
+                finest.numel_per_layer,
+            )
+
+    def _watch_parameters(self) -> None:
+        coordinator = self.param_coordinator
+        for name, param in self.module.named_parameters():
+            coordinator.gatherer.register(param, name)
+        coordinator.set_persistent(self.persistent_parameters)
+        for part in self.module.modules():
+            remove_guard(part)
+            _init_external_params(part)
+            part._external_params = ExternalParameters(self, part, part._external_params)
+            if any(p is not None and not is_always_whole(p) for p in part._parameters.values()):
+                ensure_zero_ordered_dict(part)
+                part._parameters._offload = self
+
+    def _attach(self, module: Module, around: frozenset[int]) -> None:
+        """Give ``module`` hooks, if it is the root or needs what is not always whole."""
+        is_root = module is self.module
+        if is_root and self._always_whole:
+            self.forward_hooks.append(module.register_forward_pre_hook(self._before_root_forward))
+        own = [p for p in _distinct(module.parameters(recurse=self._is_leaf(module))) if is_zero_param(p)]
+        needed = [p for p in own if not p.ds_persist]
+        external = [p for p in module._external_params.values() if is_zero_param(p) and not p.ds_persist]
+        runs_passes = is_root and not all(is_always_whole(p) for p in self.module.parameters() if is_zero_param(p))
+        if not needed and not external and not runs_passes:
+            return
+        node = self._nodes.get(module)
+        if node is None:
+            index = self._indices[module]
+            node = self.param_coordinator.add_node(index, self._names[module], needed, around)
+            self._nodes[module] = node
+        for param in external:
+            self.param_coordinator.add_external(node, param)
+        self.forward_hooks.append(module.register_forward_pre_hook(partial(self._before_forward, node)))
+        self.forward_hooks.append(module.register_forward_hook(partial(self._after_forward, node)))
+        if is_root:
+            self.forward_hooks.append(
+                module.register_forward_hook(partial(self._after_failed_root_forward, node), always_call=True)
+            )
+
+    def _is_leaf(self, module: Module) -> bool:
+        """Whether ``module`` is fetched as one: if it was declared a leaf, and fits."""
+        if not z3_leaf_module(module):
+            return False
+        numel = sum(p.ds_numel for p in _distinct(module.parameters()) if is_zero_param(p) and not p.ds_persist)
+        if numel <= self._budgets.live_numel:
+            return True
+        if module not in self._opened_leaves:
+            self._opened_leaves.add(module)
+            logger.warning(
+                "ZeRO-3: the leaf module %s needs %d elements, more than stage3_max_live_parameters=%d: the modules in "
+                "it are fetched one by one instead. Raise the limit to fetch it as one.",
+                self._names.get(module, type(module).__name__),
+                numel,
+                self._budgets.live_numel,
+            )
+        return False
+
+    def _walk(self) -> Iterator[tuple[Module, frozenset[int]]]:
+        """Modules that may get hooks, outer ones first, each once; with the numbers of the modules around it."""
+        seen: set[Module] = set()
+        pending: list[tuple[Module, frozenset[int]]] = [(self.module, frozenset())]
+        while pending:
+            part, around = pending.pop()
+            if part in seen:
+                continue
+            seen.add(part)
+            yield part, around
+            if not self._is_leaf(part):
+                inside = around | {self._indices[part]}
+                pending.extend((child, inside) for child in reversed(list(part.children())))
+
+    def _around(self, module: Module) -> frozenset[int]:
+        return next((around for part, around in self._walk() if part is module), frozenset())
+
+
+def _distinct(params: Iterable[Parameter]) -> list[Parameter]:
+    return list({id(p): p for p in params}.values())
+
+
+def _can_alias(param: Parameter) -> bool:
+    """Whether the partition on this rank is the whole parameter, where and as it is computed with."""
+    shard = param.ds_tensor
+    return bool(
+        param.ds_zero_partition_world_size == 1
+        and shard.final_location != OffloadDeviceEnum.nvme
+        and param.ds_secondary_tensor is None
+        and not hasattr(shard, "ds_quant_scale")
+        and shard.dtype == param.dtype
+        and shard.device.type == torch.device(get_accelerator().current_device_name()).type
+    )
+
+
+def _gather_stream(overlap_comm: bool) -> Any:
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+    return accelerator.Stream() if overlap_comm else accelerator.default_stream()
+
+
+def _lockstep_timeout_s(ds_config: Any) -> float:
+    zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else {}
+    return (
+        float(zero.get("stage3_lockstep_timeout_s", DEFAULT_TIMEOUT_S))
+        if isinstance(zero, Mapping)
+        else DEFAULT_TIMEOUT_S
+    )

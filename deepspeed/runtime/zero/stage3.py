@@ -1,0 +1,238 @@
+"""The base's ZeRO-3 optimizer, with gradients that all ranks agree on before they reduce them.
+
+- A bucket of gradients is reduced only if all ranks have the same one. Where they differ, because ranks ran different
+  experts, what all have is reduced at once and the rest is parked until the ranks have met again; a rank that has no
+  gradient for a parameter then adds zeros.
+- A parameter without a gradient in a whole step counts as having gradient zero, instead of the gradient of some
+  earlier step.
+- A second backward before the step adds to the gradients of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from deepspeed.runtime.zero.lockstep import GradientAgreement
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import _base_stage3
+from ._base_stage3 import *  # noqa: F401,F403
+
+
+class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
+    """See the base's. It has the base's name, so what the base calls by its private names is overridden here too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._parked: dict[int, Parameter] = {}
+        """Gradients that wait until ranks that differ have met again; by the coordinator's number."""
+        self._unsteady_gradients: set[int] = set()
+        """Parameters that some rank once had no gradient for when others had. The same on all ranks."""
+        self._in_step: set[int] = set()
+        """``ds_id`` of parameters whose partition holds a gradient of the current step."""
+        self._new_in_backward: set[int] = set()
+        """Of these, what the backward that is running put there."""
+        self._settled = False
+        """All ranks have agreed on what is in the buckets."""
+        super().__init__(*args, **kwargs)
+        self._coordinator.gradients = self
+        self.parameter_offload.restore_whole()
+
+    def initialize_ds_offload(self, *args: Any, **kwargs: Any) -> DeepSpeedZeRoOffload:
+        offload = super().initialize_ds_offload(*args, **kwargs)
+        # The optimizer moves partitions into buffers of its own.
+        offload.let_go_of_whole()
+        return offload
+
+    # -- what the coordinator asks --
+
+    def ready(self) -> Sequence[int]:
+        return sorted(self._number(p) for bucket in self.ipg_buckets.values() for p in bucket.params)
+
+    def parked(self) -> Sequence[int]:
+        return sorted(self._parked)
+
+    def settle(self, agreement: GradientAgreement) -> None:
+        """Reduce what all ranks agreed on, in one order; keep the rest for later."""
+        self._unsteady_gradients |= agreement.park
+        for bucket in self.ipg_buckets.values():
+            for param in bucket.params:
+                # The bucket's memory is used again.
+                param.grad.data = param.grad.data.clone()
+                self._park(param)
+            bucket.clear_params()
+        with self._all_agreed():
+            for number in sorted(agreement.reduce):
+                param = self._parked.pop(number, None)
+                if param is None:
+                    param = self._coordinator.gatherer.params[number]
+                    _set_gradient(param, torch.zeros(param.ds_shape, dtype=param.dtype, device=self._device))
+                super().reduce_independent_p_g_buckets_and_remove_grads(param)
+            self._reduce_buckets()
+
+    # -- what the base calls --
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
+        if any(param is other for other in self.ipg_buckets[self.get_param_comm_dtype(param)].params):
+            # Reentrant checkpointing lets a gradient arrive in parts. Its memory is the bucket's already, so autograd
+            # has just added this part to the first.
+            return
+        if self._coordinator.alone:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif self._number(param) in self._unsteady_gradients:
+            self._park(param)
+        else:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+
+    def __reduce_and_partition_ipg_grads(self, communication_data_type: torch.dtype) -> None:
+        if not self._settled and self.ipg_buckets[communication_data_type].params:
+            self._coordinator.agree_on_reduction(last=False)
+        super().__reduce_and_partition_ipg_grads(communication_data_type)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        self._coordinator.release_backward_leftovers()
+        self._coordinator.agree_on_reduction(last=True)
+        with self._all_agreed():
+            super().independent_gradient_partition_epilogue()
+        self._new_in_backward.clear()
+
+    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
+        """Add to what earlier backwards of this step left; replace what is older."""
+        micro_step_id = self.micro_step_id
+        buffers: list[Tensor] = []
+        pairs = list(zip(params_to_release, grad_partitions))
+        old = [pair for pair in pairs if pair[0].ds_id in self._in_step]
+        new = [pair for pair in pairs if pair[0].ds_id not in self._in_step]
+        try:
+            # In its micro step 0 the base replaces, in later ones it adds.
+            for self.micro_step_id, group in ((0, new), (1, old)):
+                if group:
+                    params, partitions = zip(*group)
+                    buffers.extend(super().partition_grads(list(params), list(partitions)) or ())
+        finally:
+            self.micro_step_id = micro_step_id
+        self._in_step.update(param.ds_id for param, _ in new)
+        self._new_in_backward.update(param.ds_id for param, _ in new)
+        return buffers
+
+    def clear_backward_seen_flag(self) -> None:
+        if self._backward_active_depth:
+            self._abandon_backward()
+        super().clear_backward_seen_flag()
+
+    def step(self, closure: Optional[Any] = None) -> None:
+        self._reject_unknown_parameters()
+        self._coordinator.agree_on_step()
+        self._zero_unused_gradients()
+        super().step(closure)
+        self._in_step.clear()
+        self._new_in_backward.clear()
+        self.parameter_offload.restore_whole()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this step, those that were reduced already too."""
+        self._drop_unreduced()
+        self._in_step.clear()
+        self._new_in_backward.clear()
+        if set_to_none:
+            for param in self._trainable():
+                # Where the device has no streams the base fails on a gradient that is still there.
+                param.grad = None
+        super().zero_grad(set_to_none)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        self.parameter_offload.let_go_of_whole()
+        super().offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_states(*args, **kwargs)
+        self.parameter_offload.restore_whole()
+
+    def destroy(self) -> None:
+        self._coordinator.gradients = None
+        super().destroy()
+
+    # -- parts --
+
+    @property
+    def _coordinator(self) -> Any:
+        return self.parameter_offload.get_param_coordinator()
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(_base_stage3.get_accelerator().current_device_name())
+
+    def _number(self, param: Parameter) -> int:
+        return int(self._coordinator.gatherer.index_of(param))
+
+    @contextmanager
+    def _all_agreed(self) -> Iterator[None]:
+        self._settled = True
+        try:
+            yield
+        finally:
+            self._settled = False
+
+    def _reduce_buckets(self) -> None:
+        for dtype in list(self.ipg_buckets):
+            self.__reduce_and_partition_ipg_grads(dtype)
+
+    def _abandon_backward(self) -> None:
+        """A backward ended in an exception: drop what it left."""
+        self._backward_active_depth = 0
+        self._drop_unreduced()
+        self._in_step -= self._new_in_backward
+        self._new_in_backward.clear()
+
+    def _drop_unreduced(self) -> None:
+        for bucket in self.ipg_buckets.values():
+            for param in bucket.params:
+                param.grad = None
+            bucket.clear_params()
+        for param in self._parked.values():
+            param.grad = None
+        self._parked.clear()
+
+    def _park(self, param: Parameter) -> None:
+        self._parked[self._number(param)] = param
+
+    def _trainable(self) -> Iterable[Parameter]:
+        return (param for group in self.fp16_groups for param in group if param.requires_grad)
+
+    def _zero_unused_gradients(self) -> None:
+        partitions = self.__param_id_to_grad_partition
+        for param in self._trainable():
+            if param.ds_id not in self._in_step and param.ds_id in partitions:
+                partitions[param.ds_id].zero_()
+                self._zero_offloaded_gradient(param)
+
+    def _zero_offloaded_gradient(self, param: Parameter) -> None:
+        """With the optimizer on the host its own fp32 gradient is what counts."""
+        if not self.offload_optimizer:
+            return
+        group, offset, numel = self.grad_position[self.get_param_id(param)]
+        gradient = self.fp32_partitioned_groups_flat[group].grad
+        if gradient is not None and gradient.numel() and not self._swappable_optimizer_subgroup(group):
+            gradient.narrow(0, offset, numel).zero_()
+
+    def _reject_unknown_parameters(self) -> None:
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and not hasattr(param, "ds_id"):
+                raise RuntimeError(
+                    f"parameter {name} was added to the model after deepspeed.initialize: it is neither partitioned "
+                    "nor known to the optimizer, and its gradient is not reduced over the ranks. Add it before "
+                    "deepspeed.initialize, or give it requires_grad=False if it is not to be trained."
+                )
+
+
+def _set_gradient(param: Parameter, gradient: Tensor) -> None:
+    """Give ``param`` a gradient of its whole shape, though it may be partitioned."""
+    data = param.data
+    # torch compares shapes when a gradient is assigned.
+    param.data = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
+    param.grad = gradient
+    param.data = data
