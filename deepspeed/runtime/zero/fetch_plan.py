@@ -242,13 +242,11 @@ class _Rehearsal:
             ended.extend(self._need_of(step.node))
         elif step.event is Event.BACKWARD:
             # Backward goes strictly from the last operation to the first: a use is over once the backward of
-            # something outside it begins.
-            owners = self._planner.owners
-            owner = owners.get(step.node)
-            node = step.node if owner is None else owner
-            around = {*self._planner.ancestors.get(node, ()), *(() if owner is None else (owner,))}
-            while self._backward_uses and owners.get(self._backward_uses[-1], self._backward_uses[-1]) not in around:
-                ended.extend(self._need_of(self._backward_uses.pop()))
+            # something begins that is neither around it nor in it.
+            over = [use for use in self._backward_uses if not self._are_nested(use, step.node)]
+            self._backward_uses = [use for use in self._backward_uses if use not in over]
+            for use in reversed(over):
+                ended.extend(self._need_of(use))
         elif step.event is Event.BACKWARD_END:
             while self._backward_uses:
                 ended.extend(self._need_of(self._backward_uses.pop()))
@@ -263,6 +261,14 @@ class _Rehearsal:
             released = [p for p in over if not self._worth_keeping(p, position)]
         self._drop(released, position - 1)
         return tuple(sorted(released))
+
+    def _are_nested(self, one: int, other: int) -> bool:
+        """Whether one node's module is around the other's, or both stand for the same call."""
+        owners, ancestors = self._planner.owners, self._planner.ancestors
+        outer, inner = owners.get(one, one), owners.get(other, other)
+        if outer == inner:
+            return one != other
+        return outer in ancestors.get(inner, ()) or inner in ancestors.get(outer, ())
 
     def _worth_keeping(self, param: int, position: int) -> bool:
         again = self._next_use(param, position - 1)

@@ -142,6 +142,8 @@ class Gatherer:
         known = self.params
         return [p for p in params if known[p].ds_status is ZeroParamStatus.NOT_AVAILABLE]
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def start(
         self,
         params: Sequence[int],
@@ -173,6 +175,8 @@ class Gatherer:
             self.params[index].ds_status = ZeroParamStatus.INFLIGHT
         return collective
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def finish(self, collective: Collective) -> bool:
         """Wait, and make what this rank wants whole. True if some rank has set the flag.
 
@@ -366,7 +370,8 @@ class Gatherer:
         """What a partitioned parameter holds: nothing. Shared by all of one kind."""
         kind = (param.dtype, param.device)
         if kind not in self._placeholders:
-            self._placeholders[kind] = torch.empty(0, dtype=param.dtype, device=param.device)
+            with torch.inference_mode(False):
+                self._placeholders[kind] = torch.empty(0, dtype=param.dtype, device=param.device)
         return self._placeholders[kind]
 
     def _on_stream(self) -> Any:

@@ -7,7 +7,7 @@ gradients are recorded; nothing is put into the autograd graph and no tensor or 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Optional
@@ -165,7 +165,10 @@ class DeepSpeedZeRoOffload:
 
         self._partition_parameters(ds_config, mpu)
         self._always_whole = [] if zenflow else [p for p in _distinct(module.parameters()) if _can_alias(p)]
-        self._base_partition = [param.partition for param in self._always_whole]
+        self._base_methods = [(p, p.all_gather, p.partition) for p in _distinct(module.parameters())]
+        for param, all_gather, partition in self._base_methods:
+            param.all_gather = partial(self._gather_between, all_gather)
+            param.partition = partial(self._partition_between, param, partition)
         for param in self._always_whole:
             param.ds_always_whole = True
             param.ds_persist = True
@@ -200,6 +203,7 @@ class DeepSpeedZeRoOffload:
             self.param_coordinator.on_hold = self.param_coordinator.on_unhold = self._transpose
         self._indices: dict[Module, int] = {}
         """Each module's place in the model, the same on all ranks."""
+        self._modules: dict[int, Module] = {}
         self._names: dict[Module, str] = {}
         self._nodes: dict[Module, Node] = {}
         self._opened_leaves: set[Module] = set()
@@ -234,7 +238,8 @@ class DeepSpeedZeRoOffload:
                 part._parameters._offload = None
             if isinstance(part.__dict__.get("_external_params"), ExternalParameters):
                 part._external_params = dict(part._external_params)
-        for param, partition in zip(self._always_whole, self._base_partition):
+        for param, all_gather, partition in self._base_methods:
+            param.all_gather = all_gather
             param.partition = partition
         self.param_coordinator.close()
 
@@ -254,7 +259,7 @@ class DeepSpeedZeRoOffload:
             self.param_coordinator.forget_paths()
         for name, part in self.module.named_modules():
             self._names[part] = name or type(part).__name__
-            self._indices.setdefault(part, len(self._indices))
+            self._modules[self._indices.setdefault(part, len(self._indices))] = part
         for part, around in list(self._walk()):
             part.ds_id = self._indices[part]
             self._attach(part, around)
@@ -277,6 +282,7 @@ class DeepSpeedZeRoOffload:
 
     # -- what is always whole --
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def restore_whole(self) -> None:
         """Make what this rank owns all of a view of its partition, if something else has happened to it.
@@ -292,12 +298,41 @@ class DeepSpeedZeRoOffload:
             param.data = (flat if aligned else flat.clone()).view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def let_go_of_whole(self) -> None:
         """Drop the views, so that partitions can be moved. `restore_whole` makes them again."""
         for param in self._always_whole:
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def _gather_between(self, all_gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``param.all_gather``, which leaves out what is in flight."""
+        self.param_coordinator.wait_for_flight()
+        return all_gather(*args, **kwargs)
+
+    def _partition_between(
+        self,
+        param: Parameter,
+        partition: Callable[..., None],
+        param_list: Optional[Iterable[Parameter]] = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """In the place of ``param.partition``: what a running module uses stays whole; updates are kept."""
+        params = list(param_list) if param_list is not None else [param]
+        held = [p for p in params if self.param_coordinator.is_held(p)]
+        others = [p for p in params if not self.param_coordinator.is_held(p)]
+        if others:
+            partition(others, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+        for each in held if has_been_updated else ():
+            data, users = each.data, set(each.ds_active_sub_modules)
+            each.ds_active_sub_modules.clear()
+            partition([each], hierarchy=hierarchy, has_been_updated=True)
+            each.data = data
+            each.ds_status = ZeroParamStatus.AVAILABLE
+            each.ds_active_sub_modules.update(users)
 
     def _transpose(self, index: int) -> None:
         """ZenFlow keeps matrices transposed; they are turned while modules use them."""
@@ -333,12 +368,17 @@ class DeepSpeedZeRoOffload:
 
     # -- what hooks call --
 
-    def _before_forward(self, node: Node, module: Module, args: Any) -> None:
-        self.param_coordinator.enter(node, self._indices[module], torch.is_grad_enabled())
-
-    def _after_forward(self, node: Node, module: Module, args: Any, output: Any) -> None:
+    def _before_forward(self, node: Node, module: Module) -> None:
         coordinator = self.param_coordinator
-        use = coordinator.leave(node)
+        if module not in self._indices:
+            return  # A copy of one of ours, which took the hooks along.
+        if module is self.module and coordinator.innermost is not None and not self._is_recursive(sys._getframe(1)):
+            coordinator.abandon_forward()
+        coordinator.enter(node, self._indices[module], torch.is_grad_enabled())
+
+    def _after_forward(self, node: Node, module: Module, output: Any) -> None:
+        coordinator = self.param_coordinator
+        use = coordinator.leave(node) if module in self._indices else None
         if use is None:
             return
         grad = torch.is_grad_enabled()
@@ -355,24 +395,31 @@ class DeepSpeedZeRoOffload:
     def _before_backward(self, use: Use, grad: torch.Tensor) -> None:
         self.param_coordinator.enter_backward(use)
 
-    def _before_root_forward(self, module: Module, args: Any) -> None:
-        if self._always_whole:
-            self.restore_whole()
-
-    def _after_failed_root_forward(self, node: Node, module: Module, args: Any, output: Any) -> None:
+    def _after_failed_root_forward(self, node: Node, module: Module) -> None:
         """Called after a forward that returned, too: then there is nothing to do."""
         coordinator = self.param_coordinator
-        if coordinator.leave(node) is None or not coordinator.is_outside:
+        if module not in self._indices or coordinator.leave(node) is None or not coordinator.is_outside:
             return
         if isinstance(sys.exc_info()[1], LockstepError):
             return  # The others are not there.
         coordinator.end_pass(grad=False)
 
+    def _is_recursive(self, frame: Optional[FrameType]) -> bool:
+        """Whether the root calls itself, rather than being called again after something that no hook saw the end of."""
+        calls = 0
+        while frame is not None:
+            calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self.module
+            frame = frame.f_back
+        return calls > 1
+
     def read_while_partitioned(self, owner: Module, param: Parameter) -> None:
         """``param`` of ``owner`` is read and is not whole."""
         if not self.param_coordinator.is_running:
             return
-        reader = self._reading_module(sys._getframe(2)) or owner
+        reader = self._reading_module(sys._getframe(2))
+        if reader is None or (reader is owner and not self.param_coordinator.is_in_forward_of(self._indices[owner])):
+            # Code that is no method of a module, or a list of parameters: whoever runs reads it.
+            reader = self._innermost()
         self._read_outside(reader, param)
 
     def external_parameter_registered(self, module: Module, param: Parameter) -> None:
@@ -386,9 +433,11 @@ class DeepSpeedZeRoOffload:
 
     # -- finding who reads --
 
+    def _innermost(self) -> Module:
+        index = self.param_coordinator.innermost
+        return self.module if index is None else self._modules[index]
+
     def _read_outside(self, reader: Module, param: Parameter) -> None:
-        if reader not in self._indices:
-            reader = self.module
         if id(param) not in reader._external_params and not any(param is own for own in reader._parameters.values()):
             reader._external_params[id(param)] = param
         self.param_coordinator.read_outside(param)
@@ -484,7 +533,11 @@ class DeepSpeedZeRoOffload:
         """Give ``module`` hooks, if it is the root or needs what is not always whole."""
         is_root = module is self.module
         if is_root and self._always_whole:
-            self.forward_hooks.append(module.register_forward_pre_hook(self._before_root_forward))
+
+            def restore(called: Module, args: Any) -> None:
+                self.restore_whole()
+
+            self.forward_hooks.append(module.register_forward_pre_hook(restore))
         own = [p for p in _distinct(module.parameters(recurse=self._is_leaf(module))) if is_zero_param(p)]
         needed = [p for p in own if not p.ds_persist]
         external = [p for p in module._external_params.values() if is_zero_param(p) and not p.ds_persist]
@@ -498,12 +551,21 @@ class DeepSpeedZeRoOffload:
             self._nodes[module] = node
         for param in external:
             self.param_coordinator.add_external(node, param)
-        self.forward_hooks.append(module.register_forward_pre_hook(partial(self._before_forward, node)))
-        self.forward_hooks.append(module.register_forward_hook(partial(self._after_forward, node)))
+
+        # Plain functions, since copy.deepcopy of a model follows what bound methods are bound to.
+        def before(called: Module, args: Any) -> None:
+            self._before_forward(node, called)
+
+        def after(called: Module, args: Any, output: Any) -> None:
+            self._after_forward(node, called, output)
+
+        def after_failure(called: Module, args: Any, output: Any) -> None:
+            self._after_failed_root_forward(node, called)
+
+        self.forward_hooks.append(module.register_forward_pre_hook(before))
+        self.forward_hooks.append(module.register_forward_hook(after))
         if is_root:
-            self.forward_hooks.append(
-                module.register_forward_hook(partial(self._after_failed_root_forward, node), always_call=True)
-            )
+            self.forward_hooks.append(module.register_forward_hook(after_failure, always_call=True))
 
     def _is_leaf(self, module: Module) -> bool:
         """Whether ``module`` is fetched as one: if it was declared a leaf, and fits."""

@@ -315,6 +315,27 @@ class PartitionedParameterCoordinator:
             self._drain()
             self._drop_idle()
 
+    def wait_for_flight(self) -> None:
+        """Let nothing be in flight: someone is about to gather or partition on their own, on all ranks."""
+        if self._drain():
+            self._script = None
+
+    def is_held(self, param: Parameter) -> bool:
+        """Whether a running module uses ``param``."""
+        return self.gatherer.index_of(param) in self._holds
+
+    def is_in_forward_of(self, index: int) -> bool:
+        return any(use.node.index == index for use in self._open)
+
+    @property
+    def innermost(self) -> Optional[int]:
+        """The number of the module that was entered last and has not been left."""
+        return self._open[-1].node.index if self._open else None
+
+    def abandon_forward(self) -> None:
+        """A forward ended in a way that no hook saw."""
+        self._recover()
+
     def read_outside(self, param: Parameter) -> None:
         """The model reads ``param``, which is not whole, outside the module that it belongs to.
 
@@ -342,7 +363,11 @@ class PartitionedParameterCoordinator:
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
             self._end_recomputation(task)
             # Autograd goes strictly from the last operation to the first, on each of its threads.
-            ended = self._end_backward_uses(lambda other: other.thread == use.thread and use not in other)
+            # What is around this use goes on, and so does what is in it: if a module returns what one inside it
+            # returned, the inner one comes first.
+            ended = self._end_backward_uses(
+                lambda other: other.thread == use.thread and use not in other and other not in use
+            )
             for part in use.nodes:
                 self._advance(part.backward, Point.BACKWARD, part, ended)
                 self._hold(part.params)

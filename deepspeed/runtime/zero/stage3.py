@@ -36,6 +36,8 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         """``ds_id`` of parameters whose partition holds a gradient of the current step."""
         self._new_in_backward: set[int] = set()
         """Of these, what the backward that is running put there."""
+        self._in_last_backward: set[int] = set()
+        """``ds_id`` of parameters to which the last backward gave a gradient."""
         self._settled = False
         """All ranks have agreed on what is in the buckets."""
         super().__init__(*args, **kwargs)
@@ -117,7 +119,13 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
             self.micro_step_id = micro_step_id
         self._in_step.update(param.ds_id for param, _ in new)
         self._new_in_backward.update(param.ds_id for param, _ in new)
+        self._in_last_backward.update(param.ds_id for param, _ in pairs)
         return buffers
+
+    def enter_backward(self) -> None:
+        if not self._backward_active_depth:
+            self._in_last_backward.clear()
+        super().enter_backward()
 
     def clear_backward_seen_flag(self) -> None:
         if self._backward_active_depth:
@@ -127,7 +135,7 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
     def step(self, closure: Optional[Any] = None) -> None:
         self._reject_unknown_parameters()
         self._coordinator.agree_on_step()
-        self._zero_unused_gradients()
+        self._complete_gradients()
         super().step(closure)
         self._in_step.clear()
         self._new_in_backward.clear()
@@ -203,21 +211,26 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
     def _trainable(self) -> Iterable[Parameter]:
         return (param for group in self.fp16_groups for param in group if param.requires_grad)
 
-    def _zero_unused_gradients(self) -> None:
-        partitions = self.__param_id_to_grad_partition
-        for param in self._trainable():
-            if param.ds_id not in self._in_step and param.ds_id in partitions:
-                partitions[param.ds_id].zero_()
-                self._zero_offloaded_gradient(param)
+    def _complete_gradients(self) -> None:
+        """Zeros for parameters that had no gradient in this step; and to the host what the last backward did not bring.
 
-    def _zero_offloaded_gradient(self, param: Parameter) -> None:
-        """With the optimizer on the host its own fp32 gradient is what counts."""
-        if not self.offload_optimizer:
-            return
-        group, offset, numel = self.grad_position[self.get_param_id(param)]
-        gradient = self.fp32_partitioned_groups_flat[group].grad
-        if gradient is not None and gradient.numel() and not self._swappable_optimizer_subgroup(group):
-            gradient.narrow(0, offset, numel).zero_()
+        The base hands gradients to an optimizer on the host or on NVMe only as they arrive in the last backward of a
+        step.
+        """
+        partitions = self.__param_id_to_grad_partition
+        fp32_gradients: dict[int, list[Tensor]] = {}
+        fp32_offsets: dict[int, list[int]] = {}
+        for param in self._trainable():
+            if param.ds_id not in partitions or param.ds_id in self._in_last_backward:
+                continue
+            partition = partitions[param.ds_id]
+            if param.ds_id not in self._in_step:
+                partition.zero_()
+            has_elements = param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel
+            if self.offload_optimizer and has_elements:
+                on_device = partition.to(self._device)
+                self._offload_grad_partition_at_boundary(param, on_device, fp32_gradients, fp32_offsets)
+        self._swap_out_offload_fp32_gradients(fp32_gradients, fp32_offsets)
 
     def _reject_unknown_parameters(self) -> None:
         for name, param in self.module.named_parameters():
