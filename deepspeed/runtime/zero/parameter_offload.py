@@ -474,18 +474,21 @@ class DeepSpeedZeRoOffload:
         if partitioned is not None:
             partitioned.convert_to_zero_parameters(param_list=others)
             return
+        # An mpu of sequence parallelism alone has no data-parallel group.
+        group = mpu.get_data_parallel_group() if hasattr(mpu, "get_data_parallel_group") else None
+        placement = {"remote_device": self.offload_device, "pin_memory": self.offload_param_pin_memory}
+        quantization = {
+            name: getattr(self, name) for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+        }
         Init(
-            module=self.module,
-            # An mpu of sequence parallelism alone has no such group.
-            data_parallel_group=mpu.get_data_parallel_group() if hasattr(mpu, "get_data_parallel_group") else None,
+            self.module,
             dtype=self.dtype,
-            config_dict_or_path=ds_config,
-            remote_device=self.offload_device,
-            pin_memory=self.offload_param_pin_memory,
             mpu=mpu,
+            data_parallel_group=group,
             zero_param_parallel_group=self.zero_param_parallel_group,
-            zero_quantized_weights=self.zero_quantized_weights,
-            zero_quantized_nontrainable_weights=self.zero_quantized_nontrainable_weights,
+            config_dict_or_path=ds_config,
+            **placement,
+            **quantization,
         )
 
     def _find_peers(self, timeout_s: float) -> Optional[Peers]:
