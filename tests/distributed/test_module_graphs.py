@@ -62,6 +62,9 @@ STATIC = Scope(containers=("tensor", "tuple", "list", "dict"), min_width=1, one_
 
 _NO_INPUT_GRAD = tuple(Situation(seed=seed, input_grad=False) for seed in (1, 2))
 FOUND: dict[str, Program] = {
+    "reentrant checkpoint inside a module with a parameter of its own": Program(
+        (Mlp(), Checkpointed(child=0, reentrant=True), Dense(), Chain(children=(2, 1, 2), gain=True)),
+    ),
     "experts that one rank used and then none": Program(
         (Mlp(), Experts(experts=(0,))),
         steps=(

@@ -362,11 +362,13 @@ class PartitionedParameterCoordinator:
                 self._tasks.append(task)
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
             self._end_recomputation(task)
-            # Autograd goes strictly from the last operation to the first, on each of its threads.
-            # What is around this use goes on, and so does what is in it: if a module returns what one inside it
-            # returned, the inner one comes first.
+            # Autograd goes strictly from the last operation to the first, on each of its threads. What is around this
+            # use goes on, and so does what is in it: if a module returns what one inside it returned, the inner one
+            # comes first. A nested backward ends nothing of the one that it is in.
             ended = self._end_backward_uses(
-                lambda other: other.thread == use.thread and use not in other and other not in use
+                lambda other: (
+                    other.task == task and other.thread == use.thread and use not in other and other not in use
+                )
             )
             for part in use.nodes:
                 self._advance(part.backward, Point.BACKWARD, part, ended)
