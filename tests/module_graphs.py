@@ -584,8 +584,14 @@ def required_numel(model: GraphModel, persistence_threshold_numel: int) -> int:
         children = [] if at_once else list(module.children())
         return max([sum(p.numel() for p in here), *(most(child, here) for child in children)])
 
+    # Whose backward was the last one before a recomputation is held until the next backward tells that it is over.
+    checkpointed = any(
+        isinstance(module, Block) and isinstance(module.spec, Checkpointed) for module in model.modules()
+    )
+    held_over = max((most(block, frozenset()) for block in model.modules() if isinstance(block, Block)), default=0)
     borrowed = {block.lender.weight for block in model.modules() if isinstance(block, BorrowerBlock)}
-    return most(model, frozenset(p for p in borrowed if p.numel() > persistence_threshold_numel))
+    at_once = most(model, frozenset(p for p in borrowed if p.numel() > persistence_threshold_numel))
+    return at_once + (held_over if checkpointed else 0)
 
 
 # -- drawing programs --

@@ -62,6 +62,9 @@ STATIC = Scope(containers=("tensor", "tuple", "list", "dict"), min_width=1, one_
 
 _NO_INPUT_GRAD = tuple(Situation(seed=seed, input_grad=False) for seed in (1, 2))
 FOUND: dict[str, Program] = {
+    "leaf that returns what came before it": Program(
+        (Mlp(), Branch(flag=0, taken=0), Dense(), Chain(leaf=True, children=(1,)), Chain(children=(2, 3))),
+    ),
     "reentrant checkpoint inside a module with a parameter of its own": Program(
         (Mlp(), Checkpointed(child=0, reentrant=True), Dense(), Chain(children=(2, 1, 2), gain=True)),
     ),

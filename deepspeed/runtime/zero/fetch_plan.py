@@ -242,8 +242,14 @@ class _Rehearsal:
             ended.extend(self._need_of(step.node))
         elif step.event is Event.BACKWARD:
             # Backward goes strictly from the last operation to the first: a use is over once the backward of
-            # something begins that is neither around it nor in it.
-            over = [use for use in self._backward_uses if not self._are_nested(use, step.node)]
+            # something begins that is neither around it nor in it. What is in a module may come before it, but what
+            # is there when its next call comes was in the one before.
+            again = step.node in self._backward_uses
+            over = [
+                use
+                for use in self._backward_uses
+                if not self._is_around(use, step.node) and (again or not self._is_around(step.node, use))
+            ]
             self._backward_uses = [use for use in self._backward_uses if use not in over]
             for use in reversed(over):
                 ended.extend(self._need_of(use))
@@ -262,13 +268,11 @@ class _Rehearsal:
         self._drop(released, position - 1)
         return tuple(sorted(released))
 
-    def _are_nested(self, one: int, other: int) -> bool:
-        """Whether one node's module is around the other's, or both stand for the same call."""
-        owners, ancestors = self._planner.owners, self._planner.ancestors
+    def _is_around(self, one: int, other: int) -> bool:
+        """Whether the first node's module is around the second's, or they stand for the same call of one module."""
+        owners = self._planner.owners
         outer, inner = owners.get(one, one), owners.get(other, other)
-        if outer == inner:
-            return one != other
-        return outer in ancestors.get(inner, ()) or inner in ancestors.get(outer, ())
+        return outer in self._planner.ancestors.get(inner, ()) or (outer == inner and one != other)
 
     def _worth_keeping(self, param: int, position: int) -> bool:
         again = self._next_use(param, position - 1)

@@ -87,9 +87,6 @@ class Use:
     """The backward that it takes part in."""
     thread: int = 0
 
-    def __contains__(self, other: Use) -> bool:
-        return self.begin <= other.begin and other.end <= self.end
-
     @property
     def nodes(self) -> tuple[Node, ...]:
         return (self.node, *self.external)
@@ -362,13 +359,11 @@ class PartitionedParameterCoordinator:
                 self._tasks.append(task)
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_task(task))
             self._end_recomputation(task)
-            # Autograd goes strictly from the last operation to the first, on each of its threads. What is around this
-            # use goes on, and so does what is in it: if a module returns what one inside it returned, the inner one
-            # comes first. A nested backward ends nothing of the one that it is in.
+            # Autograd goes strictly from the last operation to the first, on each of its threads: what was called after
+            # this use is over. Not what is around it or in it, and not what came before: a module that returns what
+            # another one returned shares its tensor. A nested backward ends nothing of the one that it is in.
             ended = self._end_backward_uses(
-                lambda other: (
-                    other.task == task and other.thread == use.thread and use not in other and other not in use
-                )
+                lambda other: other.task == task and other.thread == use.thread and other.begin >= use.end
             )
             for part in use.nodes:
                 self._advance(part.backward, Point.BACKWARD, part, ended)
