@@ -591,7 +591,8 @@ def required_numel(model: GraphModel, persistence_threshold_numel: int) -> int:
     held_over = max((most(block, frozenset()) for block in model.modules() if isinstance(block, Block)), default=0)
     borrowed = {block.lender.weight for block in model.modules() if isinstance(block, BorrowerBlock)}
     at_once = most(model, frozenset(p for p in borrowed if p.numel() > persistence_threshold_numel))
-    return at_once + (held_over if checkpointed else 0)
+    in_all = sum(p.numel() for p in model.parameters() if p.numel() > persistence_threshold_numel)
+    return min(in_all, at_once + (held_over if checkpointed else 0))
 
 
 # -- drawing programs --
