@@ -248,7 +248,7 @@ class _Rehearsal:
             over = [
                 use
                 for use in self._backward_uses
-                if not self._is_around(use, step.node) and (again or not self._is_around(step.node, use))
+                if not self._is_around(use, step.node) and (again or not self._may_be_in(use, step.node))
             ]
             self._backward_uses = [use for use in self._backward_uses if use not in over]
             for use in reversed(over):
@@ -269,10 +269,18 @@ class _Rehearsal:
         return tuple(sorted(released))
 
     def _is_around(self, one: int, other: int) -> bool:
-        """Whether the first node's module is around the second's, or they stand for the same call of one module."""
+        """Whether the first node's module is around the second's."""
         owners = self._planner.owners
-        outer, inner = owners.get(one, one), owners.get(other, other)
-        return outer in self._planner.ancestors.get(inner, ()) or (outer == inner and one != other)
+        return owners.get(one, one) in self._planner.ancestors.get(owners.get(other, other), ())
+
+    def _may_be_in(self, one: int, other: int) -> bool:
+        """Whether the first node may stand for a part of the call that the second one stands for.
+
+        What a module reads of others comes after the module itself, so before a module it is of an earlier call.
+        """
+        owners = self._planner.owners
+        of_one_call = other in owners and one != other and owners.get(one, one) == owners[other]
+        return of_one_call or self._is_around(other, one)
 
     def _worth_keeping(self, param: int, position: int) -> bool:
         again = self._next_use(param, position - 1)
