@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from . import _base_engine
@@ -17,20 +19,12 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
         return self._walks_modules and super().zero_optimization_partition_weights()
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
-        # Under stage 3 the base marks each module as being in a forward, so that reads of partitioned parameters are
-        # noticed. The runtime knows by itself whether a forward is under way.
-        self._walks_modules = False
-        try:
+        with self._no_walk():
             return super()._forward_prologue(inputs, kwargs)
-        finally:
-            self._walks_modules = True
 
     def _forward_epilogue(self) -> None:
-        self._walks_modules = False
-        try:
+        with self._no_walk():
             super()._forward_epilogue()
-        finally:
-            self._walks_modules = True
 
     def destroy(self) -> None:
         """Take the engine's hooks off the model too: they kept engine and model alive."""
@@ -39,3 +33,13 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
             hook = getattr(self, name, None)
             if hook is not None:
                 hook.remove()
+
+    @contextmanager
+    def _no_walk(self) -> Iterator[None]:
+        # Under stage 3 the base marks each module as being in a forward, so that reads of partitioned parameters are
+        # noticed. The runtime knows by itself whether a forward is under way.
+        self._walks_modules = False
+        try:
+            yield
+        finally:
+            self._walks_modules = True

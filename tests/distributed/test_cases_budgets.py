@@ -12,10 +12,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import logger
 from torch import nn
 
+from benchmarks.traffic import LivePeak
 from tests.comparisons import Tolerance, assert_released
 from tests.distributed.twins import LR, Twins, statistics_of
 from tests.harness import distributed
@@ -65,37 +65,15 @@ def loss_of(step: int, model: Any, rank: int) -> torch.Tensor:
     return output_of(step, model, rank).square().mean()
 
 
-class Observer:
-    """Looks at every module's beginning, forward and backward, how many elements are whole or on their way.
-
-    It sees less than the runtime's own count, which has every instant, but it does not depend on it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.peak_numel = 0
-        self._parameters = list(module.parameters())
-        for inner in module.modules():
-            inner.register_forward_pre_hook(self._look)
-            inner.register_forward_hook(self._look_in_backward)
-
-    def _look(self, *_: object) -> None:
-        held = (p for p in self._parameters if p.ds_status is not ZeroParamStatus.NOT_AVAILABLE and not p.ds_persist)
-        self.peak_numel = max(self.peak_numel, sum(p.ds_numel for p in held))
-
-    def _look_in_backward(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self._look)
-
-
-def assert_within(limit_numel: int, twins: Twins, observer: Observer) -> None:
-    assert observer.peak_numel <= limit_numel
+def assert_within(limit_numel: int, twins: Twins, observer: LivePeak) -> None:
+    assert observer.numel <= limit_numel
     statistics = statistics_of(twins.engine)
-    assert observer.peak_numel <= statistics.peak_live_numel <= limit_numel
+    assert observer.numel <= statistics.peak_live_numel <= limit_numel
     assert statistics.live_numel == 0
 
 
-def run_steps(twins: Twins, train: bool, steps: int = STEPS) -> Observer:
-    observer = Observer(twins.engine.module)
+def run_steps(twins: Twins, train: bool, steps: int = STEPS) -> LivePeak:
+    observer = LivePeak(twins.engine.module)
     for step in range(steps):
         if train:
             twins.train(partial(loss_of, step), f"the loss of step {step}", Tolerance(rtol=1e-4, atol=1e-4))
@@ -159,7 +137,7 @@ def test_no_more_is_fetched_ahead_than_the_bucket_holds(prefetch_numel: int, tra
     largest_numel = max(numel_of(module) for module in twins.plain.modules() if not list(module.children()))
     observer = run_steps(twins, train)
     assert_within(largest_numel + prefetch_numel, twins, observer)
-    assert observer.peak_numel > 0
+    assert observer.numel > 0
 
 
 @contextlib.contextmanager
@@ -202,7 +180,7 @@ def test_module_over_the_limit_is_warned_of(train: bool, offload: str) -> None:
 def test_limit_of_one_engine_is_not_that_of_another() -> None:
     tight = twins_of(3 * EXPERT_NUMEL, EXPERT_NUMEL, leaf=False, train=False, offload="none")
     wide = twins_of(100 * BLOCK_NUMEL, 50 * BLOCK_NUMEL, leaf=False, train=False, offload="none")
-    observer = Observer(tight.engine.module)
+    observer = LivePeak(tight.engine.module)
     for step in range(STEPS):
         for twins in (wide, tight):
             twins.compare_forward(partial(output_of, step), f"the output of forward {step}")

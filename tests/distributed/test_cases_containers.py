@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,28 +15,22 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tests.comparisons import EXACT, assert_released
+from tests.containers import (
+    Container,
+    FrozenOutput,
+    NamedOutput,
+    Output,
+    PlainObject,
+    SlottedObject,
+    SlottedOutput,
+    by_attribute,
+)
 from tests.distributed.twins import LR, Twins
 from tests.harness import distributed
 from tests.models import zero3_config
 from tests.moe import HIDDEN, hidden_states, seeded
 
 STEPS = 3
-
-
-@dataclass
-class Output:
-    hidden: torch.Tensor
-    note: str = "kept"
-
-
-@dataclass(frozen=True)
-class FrozenOutput:
-    hidden: torch.Tensor
-
-
-@dataclass(slots=True)
-class SlottedOutput:
-    hidden: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +43,6 @@ class LateOutput:
     """A field that the constructor does not take."""
 
     hidden: torch.Tensor = dataclasses.field(init=False)
-
-
-class PlainObject:
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-class SlottedObject:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
 
 
 class SlottedHeir(SlottedObject):
@@ -77,9 +58,6 @@ class ListHeir(list[torch.Tensor]):
 class TypedOutput(NamedTuple):
     hidden: torch.Tensor
     count: int
-
-
-NamedOutput = namedtuple("NamedOutput", ["hidden"])
 
 
 class SelfReferring:
@@ -101,18 +79,6 @@ def cache_of(x: torch.Tensor) -> DynamicCache:
     cache = DynamicCache()
     cache.update(x[None, None], torch.zeros_like(x[None, None]), layer_idx=0)
     return cache
-
-
-@dataclass(frozen=True)
-class Container:
-    """How a block packs its output, and how the next one takes it out again."""
-
-    pack: Callable[[torch.Tensor], Any]
-    unpack: Callable[[Any], torch.Tensor]
-
-
-def by_attribute(kind: Callable[[torch.Tensor], Any]) -> Container:
-    return Container(kind, lambda value: value.hidden)
 
 
 CONTAINERS = {

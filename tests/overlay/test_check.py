@@ -124,6 +124,22 @@ def test_a_broken_contract_is_rejected(
     assert "needed by the base in deepspeed/engine.py:1" in printed
 
 
+def test_a_method_that_is_listed_as_dropped_may_be_gone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(root / "deepspeed/coordinator.py", "def fetch(self, module)", "def get(self, module)")
+    listed = '[tool.fork.files."deepspeed/coordinator.py"]\n'
+    edit(root / "pyproject.toml", listed, listed + 'drops = ["Coordinator.release"]\n')
+    assert "Coordinator does not define fetch" in rejected(capsys)
+    edit(root / "pyproject.toml", "Coordinator.release", "Coordinator.fetch")
+    assert main(["check"]) == 0
+
+
+def test_an_added_file_drops_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = '[tool.fork.files."deepspeed/node_store.py"]\n'
+    edit(root / "pyproject.toml", listed, listed + 'drops = ["Store.put"]\n')
+    assert main(["check"]) != 0
+    assert "drops: an added file has no base file" in "".join(capsys.readouterr())
+
+
 def test_a_name_used_through_an_imported_module_is_part_of_the_contract(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,8 +7,7 @@ into.
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,16 @@ import torch
 from torch import nn
 
 from tests.comparisons import PlainTrainer, Tolerance, assert_released, assert_same_weights
+from tests.containers import (
+    Container,
+    FrozenOutput,
+    NamedOutput,
+    Output,
+    PlainObject,
+    SlottedObject,
+    SlottedOutput,
+    by_attribute,
+)
 from tests.harness import distributed
 from tests.models import build, token_ids, zero3_config
 from tests.moe import HIDDEN, BranchModel, RoutedBlock, RoutedModel, hidden_states, seeded
@@ -187,48 +196,6 @@ def test_branch_of_one_rank(rank: int, world_size: int, train: bool) -> None:
 # -- what the hooks see of a block's output (C15) --
 
 
-@dataclasses.dataclass
-class Output:
-    hidden: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenOutput:
-    hidden: torch.Tensor
-
-
-@dataclasses.dataclass(slots=True)
-class SlottedDataclassOutput:
-    hidden: torch.Tensor
-
-
-class PlainObject:
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-class SlottedObject:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-NamedOutput = namedtuple("NamedOutput", ["hidden"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Container:
-    """How a block packs its output, and how the next one takes it out again."""
-
-    pack: Callable[[torch.Tensor], Any]
-    unpack: Callable[[Any], torch.Tensor]
-
-
-def by_attribute(kind: Callable[[torch.Tensor], Any]) -> Container:
-    return Container(kind, lambda value: value.hidden)
-
-
 CONTAINERS = {
     "tuple": Container(lambda x: (x,), lambda value: value[0]),
     "list": Container(lambda x: [x], lambda value: value[0]),
@@ -238,7 +205,7 @@ CONTAINERS = {
     "namedtuple": by_attribute(NamedOutput),
     "dataclass": by_attribute(Output),
     "frozen dataclass": by_attribute(FrozenOutput),
-    "slotted dataclass": by_attribute(SlottedDataclassOutput),
+    "slotted dataclass": by_attribute(SlottedOutput),
     "UserDict": Container(lambda x: UserDict(hidden=x), lambda value: value["hidden"]),
     "object": by_attribute(PlainObject),
     "slotted object": by_attribute(SlottedObject),

@@ -254,17 +254,16 @@ class _Rehearsal:
             for use in reversed(over):
                 ended.extend(self._need_of(use))
         elif step.event is Event.BACKWARD_END:
-            while self._backward_uses:
-                ended.extend(self._need_of(self._backward_uses.pop()))
+            # What was held before the segment began is held no longer, if it was for a backward.
+            self._backward_uses.clear()
+            self._holds.clear()
         for param in ended:
             self._holds[param] -= 1
         if step.event is Event.BACKWARD_END:
-            # What was held before the segment began is held no longer, if it was for a backward.
             released = list(self._live)
-            self._holds.clear()
         else:
-            over = dict.fromkeys(p for p in ended if p in self._live and self._holds[p] <= 0)
-            released = [p for p in over if not self._worth_keeping(p, position)]
+            free = dict.fromkeys(p for p in ended if p in self._live and self._holds[p] <= 0)
+            released = [p for p in free if not self._worth_keeping(p, position)]
         self._drop(released, position - 1)
         return tuple(sorted(released))
 

@@ -15,7 +15,7 @@ from typing import Any, Optional
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.fetch_plan import Budgets
-from deepspeed.runtime.zero.gather import Gatherer
+from deepspeed.runtime.zero.gather import ALIGNMENT_BYTES, Gatherer
 from deepspeed.runtime.zero.granularity import find_leaves
 from deepspeed.runtime.zero.guard import remove_guard
 from deepspeed.runtime.zero.lockstep import DEFAULT_TIMEOUT_S, LockstepError, Peers
@@ -34,9 +34,6 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 NVME_READ_AHEAD_PARAMS = 8
-
-ALIGNMENT_BYTES = 16
-"""Kernels may require it of a parameter, so a partition that starts elsewhere is not used as one."""
 
 _FILES_WITHOUT_FORWARDS = (torch.nn.modules.module.__file__, torch.nn.modules.container.__file__)
 
@@ -291,8 +288,9 @@ class DeepSpeedZeRoOffload:
         """
         for param in self._always_whole:
             shard = param.ds_tensor
+            # Kernels may require it of a parameter.
             aligned = not shard.data_ptr() % ALIGNMENT_BYTES
-            if param.ds_status is ZeroParamStatus.AVAILABLE and (not aligned or param.data_ptr() == shard.data_ptr()):
+            if param.ds_status is ZeroParamStatus.AVAILABLE and (not aligned or self._is_view(param)):
                 continue
             flat = shard.data[: param.ds_numel]
             param.data = (flat if aligned else flat.clone()).view(param.ds_shape)
@@ -303,8 +301,7 @@ class DeepSpeedZeRoOffload:
     def let_go_of_whole(self) -> None:
         """Drop the views, so that partitions can be moved. `restore_whole` makes them again."""
         for param in self._always_whole:
-            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            self._let_go(param)
 
     def _gather_between(self, all_gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of ``param.all_gather``, which leaves out what is in flight."""
@@ -343,8 +340,11 @@ class DeepSpeedZeRoOffload:
     def _drop_copies(self) -> None:
         for param in self._always_whole:
             if param.ds_status is ZeroParamStatus.AVAILABLE and not self._is_view(param):
-                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                self._let_go(param)
+
+    def _let_go(self, param: Parameter) -> None:
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
     def _is_view(self, param: Parameter) -> bool:
         return bool(param.data_ptr() == param.ds_tensor.data_ptr())
@@ -382,7 +382,7 @@ class DeepSpeedZeRoOffload:
         if use is None:
             return
         grad = torch.is_grad_enabled()
-        if coordinator.is_outside:
+        if not coordinator.is_running:
             coordinator.end_pass(grad)
         elif type(output) is not torch.Tensor:
             self._keep_returned_parameters(module, output)
@@ -398,7 +398,7 @@ class DeepSpeedZeRoOffload:
     def _after_failed_root_forward(self, node: Node, module: Module) -> None:
         """Called after a forward that returned, too: then there is nothing to do."""
         coordinator = self.param_coordinator
-        if module not in self._indices or coordinator.leave(node) is None or not coordinator.is_outside:
+        if module not in self._indices or coordinator.leave(node) is None or coordinator.is_running:
             return
         if isinstance(sys.exc_info()[1], LockstepError):
             return  # The others are not there.

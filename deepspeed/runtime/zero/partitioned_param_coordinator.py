@@ -181,17 +181,9 @@ class PartitionedParameterCoordinator:
         return bool(self._needs)
 
     @property
-    def alone(self) -> bool:
-        return self._peers is None
-
-    @property
     def is_running(self) -> bool:
         """Whether a forward or a backward is under way."""
         return bool(self._open) or _in_backward()
-
-    @property
-    def is_outside(self) -> bool:
-        return not self.is_running
 
     def set_persistent(self, params: Iterable[Parameter]) -> None:
         """Parameters that are made whole as a pass begins and stay so."""
@@ -239,8 +231,7 @@ class PartitionedParameterCoordinator:
 
     def forget_paths(self) -> None:
         """The modules changed: what was recorded says nothing any more."""
-        if self._script is not None:
-            self._come_off()
+        self._come_off()
         self._trace.clear()
         self._segments.clear()
 
@@ -294,8 +285,7 @@ class PartitionedParameterCoordinator:
         if self._failure is not None:
             raise LockstepError(self._failure)
         start = Step(Event.START, outermost * PASS_KINDS + grad)
-        if self._script is not None:
-            self._come_off()
+        self._come_off()
         if self._open or self._backward_uses or self._tasks:
             self._recover()
         self._pass_number += 1
@@ -343,7 +333,8 @@ class PartitionedParameterCoordinator:
         if use is not None:
             self._enter_external(use, self._external_node(use.node, index))
         else:
-            self._meet_for(self._external_node(Node(0, self._describe(0), ()), index))
+            external = self._external_node(Node(0, self._describe(0), ()), index)
+            self._advance(external.enter, Point.FORWARD, external)
 
     # -- backward --
 
@@ -426,12 +417,10 @@ class PartitionedParameterCoordinator:
             return
         with self._lock:
             if last:
-                if self._script is not None and self._cursor < len(self._script.decisions):
-                    self._finish_backward_of_script()
+                self._finish_backward_of_script()
                 self._meet(Point.LAST_REDUCE, 0, None)
             else:
-                step = Step(Event.REDUCE, 0)
-                self._advance(step)
+                self._advance(Step(Event.REDUCE, 0))
                 self._meet(Point.REDUCE, 0, None)
 
     def agree_on_step(self) -> None:
@@ -441,8 +430,7 @@ class PartitionedParameterCoordinator:
             LockstepError: the other ranks are somewhere else.
         """
         if self._peers is not None:
-            if self._script is not None and self._cursor < len(self._script.decisions):
-                self._come_off()
+            self._come_off()
             self._meet(Point.STEP, 0, None)
 
     # -- everything at once --
@@ -489,10 +477,6 @@ class PartitionedParameterCoordinator:
 
     # -- by script --
 
-    def _meet_for(self, node: Node) -> None:
-        """Make ``node``'s parameters whole outside any module that runs."""
-        self._advance(node.enter, Point.FORWARD, node)
-
     def _advance(
         self,
         step: Step,
@@ -523,7 +507,7 @@ class PartitionedParameterCoordinator:
             self._come_off()
         self._meet(point, node.index, step, node)
 
-    def _carry_out(self, decision: Decision, is_first: bool = False) -> None:
+    def _carry_out(self, decision: Decision) -> None:
         """Do what the plan says for the step that the cursor is at. The script is over if another rank came off it."""
         self._cursor += 1
         gatherer = self.gatherer
@@ -547,7 +531,8 @@ class PartitionedParameterCoordinator:
             self._script = None
 
     def _come_off(self) -> None:
-        """Leave the script. If other ranks may follow it still, take part in its next gather and raise the flag."""
+        """Leave the script, if there is one. If other ranks may follow it still, take part in its next gather and
+        raise the flag."""
         script, cursor = self._script, self._cursor
         self._script = None
         if script is None or self._drain() or self._peers is None:

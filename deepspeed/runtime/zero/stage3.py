@@ -79,13 +79,11 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
     # -- what the base calls --
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
-        if any(param is other for other in self.ipg_buckets[self.get_param_comm_dtype(param)].params):
+        if id(param) in map(id, self.ipg_buckets[self.get_param_comm_dtype(param)].params):
             # Reentrant checkpointing lets a gradient arrive in parts. Its memory is the bucket's already, so autograd
             # has just added this part to the first.
             return
-        if self._coordinator.alone:
-            super().reduce_independent_p_g_buckets_and_remove_grads(param)
-        elif self._number(param) in self._unsteady_gradients:
+        if self._number(param) in self._unsteady_gradients:
             self._park(param)
         else:
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
