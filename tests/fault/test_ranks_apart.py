@@ -149,13 +149,13 @@ def loss_of_batch(batch: int, model: Any, rank: int) -> torch.Tensor:
     return output.square().mean()
 
 
-def make_twins(train: bool) -> Twins:
+def make_twins(train: bool, **zero: object) -> Twins:
     def build() -> nn.Module:
         model = RoutedModel(layers=2, experts=len(EXPERTS))
         model.route_to(EXPERTS)
         return model
 
-    config = zero3_config(lr=LR if train else None, stage3_lockstep_timeout_s=LOCKSTEP_TIMEOUT_S)
+    config = zero3_config(lr=LR if train else None, stage3_lockstep_timeout_s=LOCKSTEP_TIMEOUT_S, **zero)
     return Twins(seeded(build), config)
 
 
@@ -378,6 +378,35 @@ def test_rank_that_leaves_is_missed_in_time(train: bool, rank: int, shared_dir: 
     if rank == 0 and run.record.error is not None:
         check_error(run.record.error, twins.engine.module, world_size=2, in_the_middle=False)
     check_that_work_goes_on(train)
+
+
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+@IN_STEP
+def test_engine_goes_on_after_a_rank_was_too_late(in_step: int, rank: int, shared_dir: Path) -> None:
+    """In the middle of a forward whose gathers were agreed on: both get an error, and the next forward is right."""
+    from deepspeed.runtime.zero.lockstep import LockstepError
+
+    twins = make_twins(train=False, stage3_prefetch_bucket_size=0)
+    for step in range(in_step):
+        twins.compare_forward(partial(loss_of_batch, step), f"the output of forward {step}")
+    middle = twins.engine.module.get_submodule(BROKEN_MODULE)
+
+    def wait_for_rank_0(*_: object) -> None:
+        if rank == ODD_RANK:
+            _get_default_store().get(f"{shared_dir} rank 0 gave up")
+
+    late = middle.register_forward_pre_hook(wait_for_rank_0)
+    with torch.no_grad(), pytest.raises(LockstepError, match="rank 1"):
+        if rank == ODD_RANK:
+            loss_of_batch(7, twins.engine, rank)
+        else:
+            try:
+                loss_of_batch(7, twins.engine, rank)
+            finally:
+                _get_default_store().set(f"{shared_dir} rank 0 gave up", "")
+    late.remove()
+    for step in range(3):
+        twins.compare_forward(partial(loss_of_batch, 8 + step), f"the output of forward {step} after the error")
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)

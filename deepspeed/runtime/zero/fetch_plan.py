@@ -14,7 +14,8 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Optional
 
 from deepspeed.runtime.zero.trace import Event, Step
@@ -63,6 +64,11 @@ class Decision:
     """Needed now, and neither whole nor in flight."""
     prefetch: Optional[Gather] = None
     read_ahead: tuple[int, ...] = ()
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether there is anything to do but release."""
+        return self.wait or self.fetch is not None or self.prefetch is not None or bool(self.read_ahead)
 
 
 @dataclass(frozen=True)
@@ -341,7 +347,7 @@ class _Rehearsal:
         result: list[Decision] = []
         coming: list[int] = []
         for decision in reversed(decisions):
-            result.append(Decision(**{**decision.__dict__, "read_ahead": tuple(coming[:limit])}))
+            result.append(replace(decision, read_ahead=tuple(coming[:limit])))
             if decision.fetch is not None:
                 coming = list(dict.fromkeys([*decision.fetch.params, *coming]))[:limit]
         return result[::-1]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import datetime
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, Protocol
 
@@ -25,6 +25,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.torch_autocast import has_comm_dtype
+from deepspeed.runtime.zero import pairwise
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
@@ -88,6 +89,22 @@ def _padded(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def _pack(header: torch.Tensor, shards: Sequence[torch.Tensor], slot: torch.Tensor) -> None:
+    """Fill ``slot``. All are uint8 vectors."""
+    if all(shard.device == slot.device for shard in (header, *shards)):
+        parts = [header]
+        for shard in shards:
+            parts.append(shard)
+            if shard.numel() % ALIGNMENT_BYTES:
+                parts.append(shard.new_zeros(_padded(shard.numel()) - shard.numel()))
+        torch.cat(parts, out=slot)
+        return
+    offset = 0
+    for part in (header, *shards):
+        slot[offset : offset + part.numel()].copy_(part, non_blocking=True)
+        offset += _padded(part.numel())
+
+
 @dataclass
 class Gatherer:
     """All parameters of one engine that come and go.
@@ -103,6 +120,8 @@ class Gatherer:
     quantized_weights: bool = False
     quantizes: bool = False
     stream: Any = None
+    connection: Optional[Callable[[], torch.distributed.ProcessGroupGloo]] = None
+    """Gives the group for gathers rank by rank; None for a collective of the partition group."""
     statistics: Statistics = field(default_factory=Statistics)
     params: list[Parameter] = field(default_factory=list)
     """All parameters, by index."""
@@ -154,14 +173,17 @@ class Gatherer:
         """Start gathering. A collective of the partition group, whatever is whole here already.
 
         ``adopt`` is what this rank wants of it (all, if left out); for the rest it only helps the others.
+
+        Raises:
+            GatherFailed: another rank has ended.
         """
         arriving = frozenset(p for p in self.missing(params) if adopt is None or p in adopt)
         for index in arriving:
             if index in self.whole:
                 # Someone else has partitioned it (GatheredParameters does, as it ends).
                 del self.whole[index]
-                self._count_live(index, -1)
-            self._count_live(index, +1)
+                self._count_out(index)
+        self._count_in(arriving)
         self.statistics.gathers += 1
         self.statistics.gathered_numel += sum(self.numel[p] for p in params)
         shards = tuple(p for p in params if self.tier_of(self.params[p]) is Tier.SHARDS)
@@ -170,7 +192,11 @@ class Gatherer:
             others = set(params).difference(shards)
             self._start_base([p for p in params if p in others], collective)
         if self.params[params[0]].ds_zero_partition_world_size > 1:
-            self._start_shards(collective, flag)
+            try:
+                self._start_shards(collective, flag)
+            except RuntimeError as error:
+                self._abandon(collective)
+                raise GatherFailed(str(error)) from error
         for index in arriving:
             self.params[index].ds_status = ZeroParamStatus.INFLIGHT
         return collective
@@ -186,9 +212,7 @@ class Gatherer:
         try:
             flagged = self._wait(collective)
         except BaseException:
-            for index in collective.arriving:
-                self.params[index].ds_status = ZeroParamStatus.NOT_AVAILABLE
-                self._count_live(index, -1)
+            self._abandon(collective)
             raise
         if collective.received is not None:
             with self._on_stream():
@@ -198,20 +222,37 @@ class Gatherer:
         self._leave_stream()
         return flagged
 
+    def _abandon(self, collective: Collective) -> None:
+        for index in collective.arriving:
+            self.params[index].ds_status = ZeroParamStatus.NOT_AVAILABLE
+            self._count_out(index)
+
     def _adopt_shards(self, collective: Collective, received: torch.Tensor) -> None:
         """Copy what is wanted out of the slots, each parameter into memory of its own."""
+        by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         offset = HEADER_BYTES
         for index in collective.shards:
             param = self.params[index]
             shard = param.ds_tensor
-            end = offset + shard.numel() * shard.element_size()
+            numel, dtype = shard.numel(), shard.dtype
             if index in collective.arriving:
-                flat = received[:, offset:end].contiguous().view(-1).view(shard.dtype)
-                param.data = flat[: self.numel[index]].view(param.ds_shape)
+                if dtype not in by_dtype:
+                    by_dtype[dtype] = received.view(dtype)
+                # (ranks, elements of a shard): the parameter, and what fills its last shard.
+                whole = torch.empty(received.size(0), numel, dtype=dtype, device=received.device)
+                targets.append(whole)
+                sources.append(by_dtype[dtype].narrow(1, offset // dtype.itemsize, numel))
+                if whole.numel() != self.numel[index]:
+                    whole = whole.view(-1)[: self.numel[index]]
+                param.data = whole.view(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 if not param.ds_persist:
                     self.whole[index] = None
-            offset = _padded(end)
+            offset += _padded(numel * dtype.itemsize)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def _adopt_base(self, collective: Collective) -> None:
         """The base has made them whole."""
@@ -230,10 +271,10 @@ class Gatherer:
             self.unused.discard(index)
             self.statistics.discarded_fetches += 1
             self.statistics.discarded_numel += self.numel[index]
+        param = self.params[index]
         if index in self.whole:
             del self.whole[index]
-            self._count_live(index, -1)
-        param = self.params[index]
+            self._count_out(index)
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             self._give_up(param)
 
@@ -288,31 +329,30 @@ class Gatherer:
             if on_nvme:
                 swapper.swap_in(on_nvme, async_op=True)
 
-    def _count_live(self, index: int, sign: int) -> None:
-        if self.params[index].ds_persist:
-            return
+    def _count_in(self, indices: Iterable[int]) -> None:
         statistics = self.statistics
-        statistics.live_numel += sign * self.numel[index]
+        statistics.live_numel += sum(self.numel[index] for index in indices if not self.params[index].ds_persist)
         statistics.peak_live_numel = max(statistics.peak_live_numel, statistics.live_numel)
 
+    def _count_out(self, index: int) -> None:
+        if not self.params[index].ds_persist:
+            self.statistics.live_numel -= self.numel[index]
+
     def _start_shards(self, collective: Collective, flag: bool) -> None:
-        shards = [self.params[p].ds_tensor for p in collective.shards]
-        sizes = [shard.numel() * shard.element_size() for shard in shards]
-        slot_bytes = HEADER_BYTES + sum(_padded(size) for size in sizes)
-        device = get_accelerator().current_device_name()
+        shards = [self.params[p].ds_tensor.detach().view(torch.uint8) for p in collective.shards]
+        slot_bytes = HEADER_BYTES + sum(_padded(shard.numel()) for shard in shards)
+        device = torch.device(get_accelerator().current_device_name())
         group = self.params[collective.params[0]].ds_process_group
         with self._on_stream():
-            slot = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+            received = torch.empty(dist.get_world_size(group=group), slot_bytes, dtype=torch.uint8, device=device)
+            slot = received[dist.get_rank(group=group)]
             header = torch.tensor([collective.fingerprint, int(flag)], dtype=torch.int64)
-            slot[:HEADER_BYTES].copy_(header.view(torch.uint8))
-            offset = HEADER_BYTES
-            for shard, size in zip(shards, sizes):
-                slot[offset : offset + size].copy_(shard.detach().view(torch.uint8), non_blocking=True)
-                offset += _padded(size)
-            collective.received = torch.empty(
-                dist.get_world_size(group=group), slot_bytes, dtype=torch.uint8, device=device
-            )
-            work = dist.all_gather_into_tensor(collective.received.view(-1), slot, group=group, async_op=True)
+            _pack(header.view(torch.uint8), shards, slot)
+            collective.received = received
+            if self.connection is not None:
+                work = pairwise.all_gather_into_tensor(received, slot, self.connection())
+            else:
+                work = dist.all_gather_into_tensor(received.view(-1), slot, group=group, async_op=True)
         collective.work = [*collective.work, work]
 
     def _start_base(self, params: Sequence[int], collective: Collective) -> None:
@@ -369,10 +409,11 @@ class Gatherer:
     def _placeholder(self, param: Parameter) -> torch.Tensor:
         """What a partitioned parameter holds: nothing. Shared by all of one kind."""
         kind = (param.dtype, param.device)
-        if kind not in self._placeholders:
+        placeholder = self._placeholders.get(kind)
+        if placeholder is None:
             with torch.inference_mode(False):
-                self._placeholders[kind] = torch.empty(0, dtype=param.dtype, device=param.device)
-        return self._placeholders[kind]
+                placeholder = self._placeholders[kind] = torch.empty(0, dtype=param.dtype, device=param.device)
+        return placeholder
 
     def _on_stream(self) -> Any:
         return get_accelerator().stream(self.stream)

@@ -39,6 +39,7 @@ import torch
 import torch.distributed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import pairwise
 
 PERSISTENT = -1
 """Stands for all persistent parameters where a module's number is expected: a pass begins by making them whole."""
@@ -99,7 +100,7 @@ class Message:
     pass_number: int = 0
 
     def encode(self) -> list[int]:
-        return [int(value) for value in dataclasses.astuple(self)]
+        return [int(getattr(self, name)) for name in MESSAGE_FIELDS]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Message:
@@ -111,7 +112,8 @@ class Message:
         return self.point, self.node
 
 
-MESSAGE_WORDS = len(dataclasses.fields(Message))
+MESSAGE_FIELDS = tuple(field.name for field in dataclasses.fields(Message))
+MESSAGE_WORDS = len(MESSAGE_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,7 @@ class Peers:
 
     def __init__(self, group: Optional[torch.distributed.ProcessGroup], timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self._timeout = datetime.timedelta(seconds=timeout_s)
         self.ranks = torch.distributed.get_process_group_ranks(group)
         self.rank = self.ranks.index(torch.distributed.get_rank())
         """This rank's place in the group, which is how messages count ranks."""
@@ -306,7 +309,10 @@ class Peers:
         return LockstepError(self._text(where))
 
     def missing(self, message: Message, names: ModuleNames, cause: BaseException) -> LockstepError:
-        """The error for ranks that did not come; says what the others say of themselves."""
+        """The error for ranks that did not come; says what the others say of themselves.
+
+        Gives up the connection, which may still hold a part of what failed; the next call makes a new one.
+        """
         told = self._tell_and_ask(names.describe(message))
         where = []
         for index, rank in enumerate(self.ranks):
@@ -317,8 +323,14 @@ class Peers:
             else:
                 last = f"; it last was at {names.describe(self._latest[index])}" if self._latest else ""
                 where.append(f"rank {rank} did not come{last}")
+        self._gloo = None
+        self._failures += 1
         reason = str(cause).strip().splitlines()
         return LockstepError(self._text(where) + (f" [{type(cause).__name__}: {reason[0]}]" if reason else ""))
+
+    def connection(self) -> torch.distributed.ProcessGroupGloo:
+        """The group that messages go through. Not to be kept: after a failure it is another one."""
+        return self._gloo or self._connect()
 
     def close(self) -> None:
         """Give the control group up. Safe to call twice."""
@@ -331,20 +343,15 @@ class Peers:
 
     def _connect(self) -> torch.distributed.ProcessGroupGloo:
         store = torch.distributed.PrefixStore(f"gloo/{self._failures}", self._store)
-        timeout = datetime.timedelta(seconds=self.timeout_s)
-        self._gloo = torch.distributed.ProcessGroupGloo(store, self.rank, len(self.ranks), timeout)
+        self._gloo = torch.distributed.ProcessGroupGloo(store, self.rank, len(self.ranks), self._timeout)
         return self._gloo
 
     def _all_gather(self, into: torch.Tensor, mine: torch.Tensor, message: Message, names: ModuleNames) -> None:
         try:
-            gloo = self._gloo or self._connect()
-            gloo._allgather_base(into.view(-1), mine).wait()
+            into[self.rank] = mine
+            pairwise.start(into, self.connection(), pairwise.Channel.CONTROL).wait(self._timeout)
         except RuntimeError as error:
-            failure = self.missing(message, names, error)
-            # A gloo group is of no use after a failure; the next round makes a new one.
-            self._gloo = None
-            self._failures += 1
-            raise failure from error
+            raise self.missing(message, names, error) from error
 
     def _text(self, where: Sequence[str]) -> str:
         directions = DIRECTIONS.format(timeout_s=self.timeout_s)

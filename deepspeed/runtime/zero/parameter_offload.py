@@ -56,6 +56,8 @@ class ZeROOrderedDict(dict):
 
     def __getitem__(self, key: str) -> Any:
         param = super().__getitem__(key)
+        if param is None:
+            return None
         # Whether a parameter is whole must not become a guard of compiled code.
         if torch.compiler.is_compiling():
             return param
@@ -185,15 +187,18 @@ class DeepSpeedZeRoOffload:
             read_ahead_params=NVME_READ_AHEAD_PARAMS if on_nvme else 0,
         )
         timeout_s = _lockstep_timeout_s(ds_config)
+        peers = self._find_peers(timeout_s)
+        on_cpu = torch.device(get_accelerator().current_device_name()).type == "cpu"
         self.param_coordinator = PartitionedParameterCoordinator(
             Gatherer(
                 timeout_s,
                 quantized_weights=zero_quantized_weights,
                 quantizes=zero_quantized_weights or zero_quantized_nontrainable_weights,
                 stream=_gather_stream(overlap_comm),
+                connection=peers.connection if peers is not None and on_cpu else None,
             ),
             self._budgets,
-            self._find_peers(timeout_s),
+            peers,
             log_trace_cache_warnings,
         )
         if zenflow:

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any, Optional, Protocol
 
 import torch
-from deepspeed.runtime.zero.fetch_plan import EMPTY_SEGMENT, Budgets, Decision, Need, Planner, Segment, fingerprint_of
+from deepspeed.runtime.zero.fetch_plan import (
+    EMPTY_SEGMENT,
+    Budgets,
+    Decision,
+    Gather,
+    Need,
+    Planner,
+    Segment,
+    fingerprint_of,
+)
 from deepspeed.runtime.zero.gather import Collective, Gatherer, GatherFailed, Statistics
 from deepspeed.runtime.zero.lockstep import (
     PERSISTENT,
@@ -246,8 +255,9 @@ class PartitionedParameterCoordinator:
         self._advance(node.enter, Point.FORWARD, node)
         self._hold(node.params)
         self._open.append(use)
-        for external in tuple(node.external):
-            self._enter_external(use, external)
+        if node.external:
+            for external in tuple(node.external):
+                self._enter_external(use, external)
         return use
 
     def _enter_external(self, use: Use, external: Node) -> None:
@@ -257,8 +267,11 @@ class PartitionedParameterCoordinator:
 
     def leave(self, node: Node) -> Optional[Use]:
         """A module's forward has ended. Returns its use, for `enter_backward`; None if it was not entered."""
-        innermost = self._open[-1] if self._open else None
-        if innermost is None or (innermost.node is not node and all(use.node is not node for use in self._open)):
+        if not self._open:
+            return None
+        if self._open[-1].node is node:
+            return self._leave_innermost()
+        if all(use.node is not node for use in self._open):
             return None
         while True:
             use = self._leave_innermost()
@@ -270,7 +283,7 @@ class PartitionedParameterCoordinator:
         use = self._open.pop()
         self._moment += 1
         use.end = self._moment
-        for part in reversed(use.nodes):
+        for part in reversed(use.nodes) if use.external else (use.node,):
             if use.forward_task == -1:
                 self._unhold(part.params)
             else:
@@ -490,10 +503,11 @@ class PartitionedParameterCoordinator:
         """
         if not self._trace.follow(step) and self._log_surprises:
             logger.warning("ZeRO-3 trace: %s of %s was not expected", step.event.name, self._describe(step.node))
-        if self._script is not None:
-            decisions = self._script.decisions
-            if self._cursor < len(decisions) and decisions[self._cursor].step == step:
-                self._carry_out(decisions[self._cursor])
+        script = self._script
+        if script is not None:
+            decision = script.decisions[self._cursor] if self._cursor < len(script.decisions) else None
+            if decision is not None and decision.step == step:
+                self._carry_out(script, decision)
             else:
                 self._come_off()
         if self._script is None and ended:
@@ -507,27 +521,27 @@ class PartitionedParameterCoordinator:
             self._come_off()
         self._meet(point, node.index, step, node)
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _carry_out(self, script: Segment, decision: Decision) -> None:
         """Do what the plan says for the step that the cursor is at. The script is over if another rank came off it."""
         self._cursor += 1
-        gatherer = self.gatherer
         for param in decision.release:
             self._drop(param)
-        if decision.wait and self._drain():
-            self._script = None
-            return
-        if decision.fetch is not None:
-            collective = gatherer.start(decision.fetch.params, decision.fetch.fingerprint)
-            if self._finish(collective, decision.step):
+        if decision.gathers:
+            gatherer = self.gatherer
+            if decision.wait and self._drain():
                 self._script = None
                 return
-        if decision.prefetch is not None:
-            self._in_flight = gatherer.start(decision.prefetch.params, decision.prefetch.fingerprint)
-            gatherer.unused.update(self._in_flight.arriving)
-        if decision.read_ahead:
-            gatherer.read_ahead(decision.read_ahead)
-        script = self._script
-        if script is not None and self._cursor == len(script.decisions) and not script.complete:
+            if decision.fetch is not None:
+                collective = self._start(decision.fetch, decision.step)
+                if self._finish(collective, decision.step):
+                    self._script = None
+                    return
+            if decision.prefetch is not None:
+                self._in_flight = self._start(decision.prefetch, decision.step)
+                gatherer.unused.update(self._in_flight.arriving)
+            if decision.read_ahead:
+                gatherer.read_ahead(decision.read_ahead)
+        if not script.complete and self._cursor == len(script.decisions):
             self._script = None
 
     def _come_off(self) -> None:
@@ -548,9 +562,7 @@ class PartitionedParameterCoordinator:
                     ahead + numel <= self._budgets.prefetch_numel
                     and self.statistics.live_numel + numel <= self._budgets.live_numel
                 )
-                collective = self.gatherer.start(
-                    gather.params, gather.fingerprint, flag=True, adopt=None if fits else ()
-                )
+                collective = self._start(gather, decision.step, flag=True, adopt=None if fits else ())
                 self.gatherer.unused.update(collective.arriving)
                 self._finish(collective, decision.step)
                 return
@@ -567,19 +579,35 @@ class PartitionedParameterCoordinator:
         collective, self._in_flight = self._in_flight, None
         return collective is not None and self._finish(collective, None)
 
+    def _start(
+        self,
+        gather: Gather,
+        step: Optional[Step],
+        flag: bool = False,
+        adopt: Optional[Collection[int]] = None,
+    ) -> Collective:
+        try:
+            return self.gatherer.start(gather.params, gather.fingerprint, flag, adopt)
+        except GatherFailed as error:
+            raise self._gather_failed(error, step) from error
+
     def _finish(self, collective: Collective, step: Optional[Step]) -> bool:
         try:
             return self.gatherer.finish(collective)
         except GatherFailed as error:
-            # The group may still hold a part of this gather: nothing that follows on it could be trusted.
-            self._script = None
-            if self._peers is None:
-                raise
-            node = step.node if step is not None else (self._open[-1].node.index if self._open else -1)
-            message = Message(Point.BACKWARD if _in_backward() else Point.FORWARD, node, pass_number=self._pass_number)
-            failure = self._peers.missing(message, self._names, error)
+            raise self._gather_failed(error, step) from error
+
+    def _gather_failed(self, error: GatherFailed, step: Optional[Step]) -> LockstepError:
+        self._script = None
+        if self._peers is None:
+            raise error
+        node = step.node if step is not None else (self._open[-1].node.index if self._open else -1)
+        message = Message(Point.BACKWARD if _in_backward() else Point.FORWARD, node, pass_number=self._pass_number)
+        failure = self._peers.missing(message, self._names, error)
+        if self.gatherer.connection is None:
+            # The partition group may still hold a part of this gather: nothing after it could be trusted.
             self._failure = f"this engine cannot go on after: {failure}"
-            raise failure from error
+        return failure
 
     # -- by rounds --
 
@@ -647,7 +675,7 @@ class PartitionedParameterCoordinator:
                 self._warn_over_budget(node, numel)
             self._script = segment
             self._cursor = 0
-            self._carry_out(segment.decisions[0])
+            self._carry_out(segment, segment.decisions[0])
 
     def _part(self, unsteady: Iterable[int], wanted: Collection[int]) -> None:
         """Ranks stand apart: no script holds, and what is whole by chance is no common ground."""
@@ -662,14 +690,14 @@ class PartitionedParameterCoordinator:
             self._learn_external(gathered)
         params = self._persistent if gathered == PERSISTENT else self._needs[gathered].params
         self._make_room(wanted, gathered)
-        collective = self.gatherer.start(params, fingerprint_of(params), adopt=wanted)
-        self._finish(collective, Step(Event.ENTER, gathered))
+        step = Step(Event.ENTER, gathered)
+        self._finish(self._start(Gather(tuple(params), fingerprint_of(params)), step, adopt=wanted), step)
 
     def _fetch_alone(self, wanted: Sequence[int], number: int) -> None:
         missing = self.gatherer.missing(wanted)
         if missing:
             self._make_room(wanted, number)
-            self._finish(self.gatherer.start(missing, fingerprint_of(missing)), None)
+            self._finish(self._start(Gather(tuple(missing), fingerprint_of(missing)), None), None)
 
     def _exchange_gradients(self, messages: Sequence[Message], message: Message) -> None:
         gradients, peers = self.gradients, self._peers
@@ -694,8 +722,9 @@ class PartitionedParameterCoordinator:
         for param in params:
             count = holds.get(param, 0)
             holds[param] = count + 1
-            self._overdue.discard(param)
-            if not count:
+            if count:
+                self._overdue.discard(param)
+            else:
                 gatherer.unused.discard(param)
                 gatherer.params[param].ds_active_sub_modules.add(param)
                 if self.on_hold is not None:

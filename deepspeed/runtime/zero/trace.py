@@ -88,12 +88,13 @@ class Trace:
     _history: list[Path] = field(default_factory=list)
     """The paths of the last passes, one object for each path."""
     _recorded: list[Step] = field(default_factory=list)
-    _place: Optional[Place] = None
+    _path: Optional[Path] = None
+    _index: int = 0
 
     @property
     def place(self) -> Optional[Place]:
         """Where the model is, or None where no known path leads through what it does."""
-        return self._place
+        return Place(self._path, self._index) if self._path is not None else None
 
     @property
     def recorded(self) -> Sequence[Step]:
@@ -109,37 +110,35 @@ class Trace:
         """A new pass begins with ``start``; the one before it is over and becomes a known path."""
         self._keep_recorded()
         self._recorded = [start]
-        self._place = self._expected_path(start)
+        self._path = self._expected_path(start)
+        self._index = 0
 
     def abandon(self) -> None:
         """The pass under way ended in an exception: what it did is no path to expect again."""
         self._recorded = []
-        self._place = None
+        self._path = None
 
     def follow(self, step: Step) -> bool:
         """The model takes ``step``. True if it was the expected one; after False, `place` is where it was found."""
-        place = self._place
-        if place is not None:
-            following = place.index + 1
-            steps = place.path.steps
+        expected = False
+        if self._path is not None:
+            following = self._index + 1
+            steps = self._path.steps
             if following < len(steps) and steps[following] == step:
-                self._place = Place(place.path, following)
-                self._record(step)
-                return True
-        self.surprises += 1
-        self._place = self._find(step)
-        self._record(step)
-        return False
+                self._index = following
+                expected = True
+        if not expected:
+            self.surprises += 1
+            self._path, self._index = self._find(step) or (None, 0)
+        if len(self._recorded) <= self.max_steps:
+            self._recorded.append(step)
+        return expected
 
     def clear(self) -> None:
         """Forget every path: the modules changed."""
         self._paths.clear()
         self._history.clear()
         self.abandon()
-
-    def _record(self, step: Step) -> None:
-        if len(self._recorded) <= self.max_steps:
-            self._recorded.append(step)
 
     def _keep_recorded(self) -> None:
         steps = tuple(self._recorded)
@@ -154,7 +153,7 @@ class Trace:
         self._history.append(self._paths[steps])
         del self._history[: -self.max_history]
 
-    def _expected_path(self, start: Step) -> Optional[Place]:
+    def _expected_path(self, start: Step) -> Optional[Path]:
         """The path that was taken when the passes before were most like the last ones."""
         history = self._history
         best: Optional[Path] = None
@@ -166,7 +165,7 @@ class Trace:
             context = self._common_passes(index)
             if context > best_context:
                 best, best_context = path, context
-        return Place(best, 0) if best is not None else None
+        return best
 
     def _common_passes(self, index: int) -> int:
         history = self._history
@@ -189,10 +188,10 @@ class Trace:
 
     def _further_on(self, step: Step) -> Optional[Place]:
         """The same path, with something left out."""
-        if self._place is None:
+        path = self._path
+        if path is None:
             return None
-        path, index = self._place
-        later = [i for i in path.positions.get(step, ()) if i > index]
+        later = [i for i in path.positions.get(step, ()) if i > self._index]
         return Place(path, later[0]) if later else None
 
     def _elsewhere(self, step: Step) -> Optional[Place]:
