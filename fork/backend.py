@@ -172,12 +172,20 @@ def link_editable_tree() -> Path:
         shutil.rmtree(old, ignore_errors=True)
         write_tree(manifest, base, ROOT, partial, link=True)
         if EDITABLE_TREE.is_dir():
+            _keep_version(EDITABLE_TREE, partial)
             EDITABLE_TREE.replace(old)
         partial.replace(EDITABLE_TREE)
     except OSError as error:
         raise _unwritable(error) from None
     shutil.rmtree(old, ignore_errors=True)
     return EDITABLE_TREE
+
+
+def _keep_version(tree: Path, next_tree: Path) -> None:
+    """The version that the base's setup.py wrote when ``tree`` was installed."""
+    written = tree / "deepspeed" / "git_version_info_installed.py"
+    if written.is_file():
+        shutil.copyfile(written, next_tree / "deepspeed" / written.name)
 
 
 @contextlib.contextmanager
