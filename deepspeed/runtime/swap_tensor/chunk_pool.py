@@ -1,0 +1,144 @@
+"""A few equal pieces of page-locked memory through which data of any size moves between disk and memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Optional, Protocol
+from weakref import WeakKeyDictionary
+
+import psutil
+import torch
+
+PAGE_BYTES = 4096
+"""What direct I/O wants addresses, offsets and lengths to be multiples of."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A range of bytes of a partition, and of its file."""
+
+    offset_bytes: int
+    n_bytes: int
+
+
+def extents_of(n_bytes: int, chunk_bytes: int) -> Iterator[Extent]:
+    """Cut ``n_bytes`` into extents of at most ``chunk_bytes``, first to last."""
+    for offset_bytes in range(0, n_bytes, chunk_bytes):
+        yield Extent(offset_bytes, min(chunk_bytes, n_bytes - offset_bytes))
+
+
+def aligned_bytes(n_bytes: int) -> torch.Tensor:
+    """An uninitialised uint8 vector on the host that begins at a page, as direct I/O wants it."""
+    room = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8)
+    return room.narrow(0, -room.data_ptr() % PAGE_BYTES, n_bytes)
+
+
+class Job(Protocol):
+    """One use of a chunk."""
+
+    def start(self, chunk: torch.Tensor) -> None:
+        """Begin what needs ``chunk``, and return."""
+
+    def finish(self) -> None:
+        """Wait for it. The chunk is free when this returns or raises."""
+
+
+class NoMemoryForChunks(RuntimeError):
+    """The pool does not fit into this machine's memory, or into what may be locked of it."""
+
+
+@dataclass
+class ChunkPool:
+    """Chunks, allocated when the first is needed. Not thread-safe.
+
+    Who needs a chunk while none is free first finishes the oldest job, whosever it is. So what is needed now never
+    waits for anything but the disk, however many chunks those who read ahead have taken.
+
+    Args:
+        chunk_bytes: a multiple of `PAGE_BYTES`.
+        count: how many there are.
+        allocate: makes an uninitialised uint8 vector that begins at a page, page-locked if that is wanted.
+    """
+
+    chunk_bytes: int
+    count: int
+    allocate: Callable[[int], torch.Tensor] = aligned_bytes
+    _free: Optional[list[torch.Tensor]] = None
+    _busy: deque[tuple[Job, torch.Tensor]] = field(default_factory=deque)
+    _failures: WeakKeyDictionary[Job, BaseException] = field(default_factory=WeakKeyDictionary)
+    """Of jobs that were finished for the sake of another, for those who wait for them."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes <= 0 or self.chunk_bytes % PAGE_BYTES or self.count <= 0:
+            raise ValueError(
+                f"expected chunks of a positive multiple of {PAGE_BYTES} bytes, and at least one; got {self.count} of "
+                f"{self.chunk_bytes}"
+            )
+
+    @property
+    def n_bytes(self) -> int:
+        """What the pool takes once it is allocated."""
+        return self.chunk_bytes * self.count
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._busy
+
+    def try_start(self, job: Job) -> bool:
+        """Start ``job`` if a chunk is free."""
+        free = self._chunks()
+        if not free:
+            return False
+        chunk = free.pop()
+        try:
+            job.start(chunk)
+        except BaseException:
+            free.append(chunk)
+            raise
+        self._busy.append((job, chunk))
+        return True
+
+    def start(self, job: Job) -> None:
+        """Start ``job``. If no chunk is free, finishes the oldest job first; what that raises is kept for its owner."""
+        while not self.try_start(job):
+            oldest, _ = self._busy[0]
+            try:
+                self._finish_at(0)
+            except Exception as error:
+                self._failures[oldest] = error
+
+    def finish(self, job: Job) -> None:
+        """Finish ``job`` if that has not happened yet. Raises what it raised."""
+        failure = self._failures.pop(job, None)
+        if failure is not None:
+            raise failure
+        for position, (busy, _) in enumerate(self._busy):
+            if busy is job:
+                self._finish_at(position)
+                return
+
+    def _finish_at(self, position: int) -> None:
+        job, chunk = self._busy[position]
+        del self._busy[position]
+        try:
+            job.finish()
+        finally:
+            self._chunks().append(chunk)
+
+    def _chunks(self) -> list[torch.Tensor]:
+        if self._free is None:
+            self._check_memory()
+            room = self.allocate(self.n_bytes)
+            self._free = list(room.split(self.chunk_bytes))
+        return self._free
+
+    def _check_memory(self) -> None:
+        available = psutil.virtual_memory().available
+        if self.n_bytes > available:
+            raise NoMemoryForChunks(
+                f"{self.count} chunks of {self.chunk_bytes:,} bytes are needed to move parameters between disk and "
+                f"memory, but only {available:,} bytes of host memory are available: lower offload_param.buffer_count "
+                "or offload_param.buffer_size"
+            )

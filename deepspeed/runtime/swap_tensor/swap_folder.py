@@ -1,0 +1,130 @@
+"""The folder in which one engine keeps its swap files.
+
+[Note: who owns a swap folder]
+
+Several processes, engines and runs may be given one ``nvme_path``. Each takes a folder of its own there and holds an
+flock on a file beside it for as long as it lives, however it ends. Whoever can take the lock of a folder knows that
+its owner is dead, and removes it; so files of a run that was killed go when the next one starts, and those of one that
+lives are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from deepspeed.utils.logging import logger
+
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+LOCK_SUFFIX = ".lock"
+
+
+class SwapFolder:
+    """A folder below ``parent`` that is this object's alone. It goes with the object, or with the process.
+
+    Args:
+        parent: made if it is not there.
+        name: what the folder's name begins with.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, parent: Path, name: str) -> None:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(parent)
+            self.path = parent / f"{name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+            lock = _take_lock(_lock_of(self.path))
+            self.path.mkdir()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot keep swap files below nvme_path ({error.strerror}): it has to be a folder on a local disk "
+                "that this process may write to",
+                str(error.filename or parent),
+            ) from error
+        # Runs when the object is collected and when the interpreter ends; once.
+        self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        self._say_if_in_memory()
+
+    def remove(self) -> None:
+        """Delete the folder with everything in it. Safe to call twice."""
+        self._remove()
+
+    def free_bytes(self) -> int:
+        """What is left on the file system for this process."""
+        return shutil.disk_usage(self.path).free
+
+    def _say_if_in_memory(self) -> None:
+        kind = file_system_of(self.path)
+        if kind in MEMORY_FILE_SYSTEMS:
+            logger.warning(
+                "ZeRO: swap files go to %s, which is a %s: that is host memory, not a disk.", self.path, kind
+            )
+
+
+def remove_leftovers(parent: Path) -> list[Path]:
+    """Delete the folders whose owners are dead; returns them."""
+    removed = []
+    for lock_path in sorted(parent.glob(f"*{LOCK_SUFFIX}")):
+        with contextlib.suppress(OSError), _held_if_free(lock_path) as is_free:
+            if is_free:
+                folder = lock_path.with_name(lock_path.name.removesuffix(LOCK_SUFFIX))
+                shutil.rmtree(folder, ignore_errors=True)
+                lock_path.unlink(missing_ok=True)
+                removed.append(folder)
+    if removed:
+        logger.info("ZeRO: removed the swap files of %d runs that have ended below %s.", len(removed), parent)
+    return removed
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that ``path`` is on, such as ``ext4``; empty if it cannot be told."""
+    resolved = path.resolve()
+    mounts = [m for m in psutil.disk_partitions(all=True) if resolved.is_relative_to(m.mountpoint)]
+    return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + LOCK_SUFFIX)
+
+
+def _take_lock(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Someone who looked for leftovers may have taken it for one, between the two calls.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _held_if_free(path: Path) -> Iterator[bool]:
+    """Holds the lock if nobody else does."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path, lock: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # A process that was forked off shares the lock, but not the files.
+        shutil.rmtree(folder, ignore_errors=True)
+        _lock_of(folder).unlink(missing_ok=True)
+    os.close(lock)
