@@ -57,7 +57,6 @@ def planner(
     prefetch_numel: int = HUGE_NUMEL,
     live_numel: int = HUGE_NUMEL,
     reuse_numel: int = 0,
-    read_ahead_params: int = 0,
     numel: Mapping[str, int] | None = None,
     needs: Mapping[str, str] | None = None,
     inside: Mapping[str, str] | None = None,
@@ -66,7 +65,7 @@ def planner(
     sizes = [(numel or {}).get(letter, NUMEL) for letter in LETTERS]
     wanted = {letter: letter for letter in LETTERS} | dict(needs or {})
     return Planner(
-        Budgets(prefetch_numel, live_numel, reuse_numel, read_ahead_params),
+        Budgets(prefetch_numel, live_numel, reuse_numel),
         {
             LETTERS.index(module): Need(numbers(params), sum(sizes[p] for p in numbers(params)))
             for module, params in wanted.items()
@@ -283,14 +282,6 @@ def test_reductions_have_numbers_of_their_own() -> None:
 def test_nothing_ahead_is_no_plan(steps: list[Step]) -> None:
     assert planner().plan(steps) == EMPTY_SEGMENT
     assert EMPTY_SEGMENT.fingerprint == 0
-
-
-def test_reading_ahead_names_the_next_fetches_in_order() -> None:
-    segment = planner(prefetch_numel=0, read_ahead_params=2).plan(steps_of("a()b()c()"))
-    assert segment.decisions[0].read_ahead == numbers("ab")
-    assert enters(segment, "a").read_ahead == numbers("bc")
-    assert enters(segment, "b").read_ahead == numbers("c")
-    assert enters(segment, "c").read_ahead == ()
 
 
 def test_plans_are_told_apart_by_what_they_gather_and_where_they_end() -> None:

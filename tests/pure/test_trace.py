@@ -233,3 +233,22 @@ def test_a_pass_that_did_nothing_is_no_path() -> None:
     trace.begin(START)
     trace.begin(START)
     assert trace.paths == ()
+
+
+def test_steps_until_counts_in_this_pass_and_into_the_next() -> None:
+    trace = Trace()
+    take(trace, "abcab")
+    trace.begin(START)
+    assert trace.steps_until(step("a")) == 1
+    go_on(trace, "ab")
+    assert [trace.steps_until(step(module)) for module in "abc"] == [2, 3, 1]
+    go_on(trace, "cab")
+    # Six steps a pass, the start included.
+    assert [trace.steps_until(step(module)) for module in "abc"] == [2, 3, 4]
+    assert trace.steps_until(step("x")) is None
+
+
+def test_steps_until_is_unknown_off_every_path() -> None:
+    trace = Trace()
+    take(trace, "ab")
+    assert trace.steps_until(step("a")) is None

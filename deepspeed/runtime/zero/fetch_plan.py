@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Optional
 
@@ -31,8 +31,6 @@ class Budgets:
     """What may be whole or in flight at one time (``stage3_max_live_parameters``)."""
     reuse_numel: int
     """A parameter that is used again after fewer elements than this stays whole (``stage3_max_reuse_distance``)."""
-    read_ahead_params: int = 0
-    """How many partitions may be read from NVMe before they are gathered."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,11 @@ class Decision:
     fetch: Optional[Gather] = None
     """Needed now, and neither whole nor in flight."""
     prefetch: Optional[Gather] = None
-    read_ahead: tuple[int, ...] = ()
 
     @cached_property
     def gathers(self) -> bool:
         """Whether there is anything to do but release."""
-        return self.wait or self.fetch is not None or self.prefetch is not None or bool(self.read_ahead)
+        return self.wait or self.fetch is not None or self.prefetch is not None
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,14 @@ class Planner:
         held: Iterable[int] = (),
         idle: Iterable[int] = (),
         ahead: Iterable[int] = (),
+        in_backward: Iterable[int] = (),
     ) -> Segment:
         """Plan for ``steps``, whose first one has just been taken and has what it needs.
 
         The segment ends before the first step of an ``unsteady`` node: ranks differ there. ``held`` is what modules
         that are running around the first step hold, ``idle`` what is whole besides, and ``ahead`` what of that was
-        fetched ahead and not used so far.
+        fetched ahead and not used so far. ``in_backward`` are the nodes whose backward has begun, first to last; what
+        they need is held.
         """
         stretch = []
         for step in steps:
@@ -133,7 +132,7 @@ class Planner:
             stretch.append(step)
         if len(stretch) < 2:
             return EMPTY_SEGMENT
-        return _Rehearsal(self, stretch, held, idle, ahead).segment(complete=len(stretch) == len(steps))
+        return _Rehearsal(self, stretch, held, idle, ahead, in_backward).segment(complete=len(stretch) == len(steps))
 
 
 class _Rehearsal:
@@ -146,6 +145,7 @@ class _Rehearsal:
         held: Iterable[int],
         idle: Iterable[int],
         ahead: Iterable[int],
+        in_backward: Iterable[int],
     ) -> None:
         self._planner = planner
         self._budgets = planner.budgets
@@ -159,13 +159,11 @@ class _Rehearsal:
         self._in_flight: tuple[int, ...] = ()
         self._scanned_to = 1
         """All that steps before this one need is whole or in flight."""
-        self._backward_uses: list[int] = []
+        self._backward_uses = list(in_backward)
         self._over_budget: dict[int, int] = {}
 
     def segment(self, complete: bool) -> Segment:
         decisions = [self._decide(position, step) for position, step in enumerate(self._steps)]
-        if self._budgets.read_ahead_params:
-            decisions = self._with_read_ahead(decisions)
         fingerprint = fingerprint_of([_fingerprint(decisions), complete])
         return Segment(tuple(decisions), fingerprint, complete, tuple(self._over_budget.items()))
 
@@ -260,7 +258,6 @@ class _Rehearsal:
             for use in reversed(over):
                 ended.extend(self._need_of(use))
         elif step.event is Event.BACKWARD_END:
-            # What was held before the segment began is held no longer, if it was for a backward.
             self._backward_uses.clear()
             self._holds.clear()
         for param in ended:
@@ -341,16 +338,6 @@ class _Rehearsal:
         self._add(self._in_flight)
         self._ahead.update(self._in_flight)
         return self._in_flight
-
-    def _with_read_ahead(self, decisions: list[Decision]) -> list[Decision]:
-        limit = self._budgets.read_ahead_params
-        result: list[Decision] = []
-        coming: list[int] = []
-        for decision in reversed(decisions):
-            result.append(replace(decision, read_ahead=tuple(coming[:limit])))
-            if decision.fetch is not None:
-                coming = list(dict.fromkeys([*decision.fetch.params, *coming]))[:limit]
-        return result[::-1]
 
 
 def _gather(params: Sequence[int]) -> Optional[Gather]:

@@ -14,6 +14,7 @@ out of the received slots into memory of their own, which the allocators of torc
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,7 +24,8 @@ from typing import Any, Optional, Protocol
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.swap_tensor.chunk_pool import aligned_bytes
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus, Pending
 from deepspeed.runtime.torch_autocast import has_comm_dtype
 from deepspeed.runtime.zero import pairwise
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -32,6 +34,8 @@ from torch.nn import Parameter
 
 ALIGNMENT_BYTES = 16
 HEADER_BYTES = 16
+UNREADABLE = -1
+"""In the place of the fingerprint: this rank could not read its shards."""
 
 
 @dataclass
@@ -55,13 +59,19 @@ class Tier(enum.Enum):
     """How a parameter is made whole."""
 
     SHARDS = enum.auto()
-    """This module's own collective over the partitions."""
+    """This module's own collective over the partitions, which are in memory or on NVMe."""
+    DISK = enum.auto()
+    """Read from NVMe, where all of it is: no other rank has a part."""
     BASE = enum.auto()
-    """The base's path: NVMe, quantized weights, secondary partitions, other dtypes on the wire."""
+    """The base's path: quantized weights, secondary partitions, other dtypes on the wire."""
 
 
 class GatherFailed(RuntimeError):
     """The other ranks did not take part in a gather, or with other parameters. No number of it was used."""
+
+
+class PartUnreadable(RuntimeError):
+    """Another rank took part in a gather, but could not read what it has to give. It raises what happened there."""
 
 
 class _Handle(Protocol):
@@ -79,14 +89,39 @@ class Collective:
     work: Sequence[_Handle]
     shards: tuple[int, ...] = ()
     """Of ``params``, those in ``received``; the others go the base's way."""
+    flag: bool = False
+    on_disk: tuple[Parameter, ...] = ()
+    """Of ``shards``, those whose partition has to be read first: the collective begins when that is done."""
+    failure: Optional[OSError] = None
+    """Why they could not be read."""
+    reads: list[tuple[int, torch.Tensor, Pending]] = field(default_factory=list)
+    """Whole parameters that come from NVMe, and where to."""
     received: Optional[torch.Tensor] = None
-    """``(ranks, slot bytes)`` uint8; None if no other rank takes part."""
+    """``(ranks, slot bytes)`` uint8; None as long as no other rank takes part."""
     bystanders: dict[int, Optional[torch.Tensor]] = field(default_factory=dict)
     """Parameters that the base's path gathers for other ranks only, with their data if they were whole here."""
 
 
 def _padded(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def is_on_disk(param: Parameter) -> bool:
+    """Whether the partition of ``param`` is on NVMe and not in memory."""
+    shard = param.ds_tensor
+    return bool(
+        param.nvme_swapper is not None
+        and shard.final_location == OffloadDeviceEnum.nvme
+        and shard.status is not PartitionedParamStatus.AVAILABLE
+    )
+
+
+def _empty_like_partition(param: Parameter) -> torch.Tensor:
+    """``(numel,)`` where ``param`` is computed with, on the host so that it can be read to directly."""
+    numel = param.ds_tensor.ds_numel
+    if torch.device(get_accelerator().current_device_name()).type == "cpu":
+        return aligned_bytes(numel * param.dtype.itemsize).view(param.dtype)
+    return torch.empty(numel, dtype=param.dtype, device=get_accelerator().current_device_name())
 
 
 def _pack(header: torch.Tensor, shards: Sequence[torch.Tensor], slot: torch.Tensor) -> None:
@@ -176,6 +211,7 @@ class Gatherer:
 
         Raises:
             GatherFailed: another rank has ended.
+            OSError: a parameter that no other rank has a part of could not be read.
         """
         arriving = frozenset(p for p in self.missing(params) if adopt is None or p in adopt)
         for index in arriving:
@@ -186,17 +222,19 @@ class Gatherer:
         self._count_in(arriving)
         self.statistics.gathers += 1
         self.statistics.gathered_numel += sum(self.numel[p] for p in params)
-        shards = tuple(p for p in params if self.tier_of(self.params[p]) is Tier.SHARDS)
-        collective = Collective(tuple(params), fingerprint, arriving, work=[], shards=shards)
-        if len(shards) < len(params):
-            others = set(params).difference(shards)
-            self._start_base([p for p in params if p in others], collective)
-        if self.params[params[0]].ds_zero_partition_world_size > 1:
-            try:
-                self._start_shards(collective, flag)
-            except RuntimeError as error:
-                self._abandon(collective)
-                raise GatherFailed(str(error)) from error
+        tiers = {p: self.tier_of(self.params[p]) for p in params}
+        shards = tuple(p for p in params if tiers[p] is Tier.SHARDS)
+        collective = Collective(tuple(params), fingerprint, arriving, work=[], shards=shards, flag=flag)
+        try:
+            self._start_reads([p for p in params if tiers[p] is Tier.DISK], collective)
+            others = [p for p in params if tiers[p] is Tier.BASE]
+            if others:
+                self._start_base(others, collective)
+            if self.params[params[0]].ds_zero_partition_world_size > 1 and not collective.on_disk:
+                self._start_shards(collective, fingerprint)
+        except BaseException:
+            self._abandon(collective)
+            raise
         for index in arriving:
             self.params[index].ds_status = ZeroParamStatus.INFLIGHT
         return collective
@@ -207,9 +245,14 @@ class Gatherer:
         """Wait, and make what this rank wants whole. True if some rank has set the flag.
 
         Raises:
-            GatherFailed: another rank ended, did not come in time, or gathered something else; nothing was made whole.
+            GatherFailed: another rank ended, did not come in time, or gathered something else.
+            PartUnreadable: another rank could not read its shards.
+            OSError: this one could not.
+
+        Nothing was made whole then.
         """
         try:
+            self._finish_reads(collective)
             flagged = self._wait(collective)
         except BaseException:
             self._abandon(collective)
@@ -217,10 +260,67 @@ class Gatherer:
         if collective.received is not None:
             with self._on_stream():
                 self._adopt_shards(collective, collective.received)
-        if len(collective.shards) < len(collective.params):
+        if len(collective.shards) + len(collective.reads) < len(collective.params):
             self._adopt_base(collective)
         self._leave_stream()
         return flagged
+
+    def _start_reads(self, whole: Sequence[int], collective: Collective) -> None:
+        """Begin to read what is on NVMe: parameters for this rank alone, and shards that all ranks wait for."""
+        for index in whole:
+            if index in collective.arriving:
+                param = self.params[index]
+                into = _empty_like_partition(param)
+                collective.reads.append((index, into, param.nvme_swapper.read_into(param, into)))
+        on_disk = [self.params[p] for p in collective.shards if is_on_disk(self.params[p])]
+        collective.on_disk = tuple(on_disk)
+        not_begun = [p for p in on_disk if p.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE]
+        if not_begun:
+            try:
+                not_begun[0].nvme_swapper.swap_in(not_begun, async_op=True)
+            except OSError as error:
+                # The others have to be told, where they wait.
+                collective.failure = error
+
+    def _finish_reads(self, collective: Collective) -> None:
+        """Wait for them. Shards go to the other ranks; if they could not be read, word of that does."""
+        if collective.on_disk:
+            self._send_what_was_read(collective)
+        failure: Optional[OSError] = None
+        for _, _, read in collective.reads:
+            try:
+                read.wait()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        for index, whole, _ in collective.reads:
+            self._adopt(index, whole)
+
+    def _send_what_was_read(self, collective: Collective) -> None:
+        swapper = collective.on_disk[0].nvme_swapper
+        if collective.failure is None:
+            try:
+                swapper.finish_swap_in(collective.on_disk)
+            except OSError as error:
+                collective.failure = error
+        self._start_shards(collective, UNREADABLE if collective.failure is not None else collective.fingerprint)
+        swapper.remove_partition_and_release_buffers(collective.on_disk)
+        if collective.failure is not None:
+            with contextlib.suppress(PartUnreadable):
+                self._wait(collective)
+            raise collective.failure
+
+    def _adopt(self, index: int, whole: torch.Tensor) -> None:
+        """``whole`` has the elements of the parameter, and behind them what fills its last shard."""
+        param = self.params[index]
+        flat = whole.view(-1)
+        if flat.numel() != self.numel[index]:
+            flat = flat[: self.numel[index]]
+        param.data = flat.view(param.ds_shape)
+        param.ds_status = ZeroParamStatus.AVAILABLE
+        if not param.ds_persist:
+            self.whole[index] = None
 
     def _abandon(self, collective: Collective) -> None:
         for index in collective.arriving:
@@ -235,21 +335,14 @@ class Gatherer:
         offset = HEADER_BYTES
         for index in collective.shards:
             param = self.params[index]
-            shard = param.ds_tensor
-            numel, dtype = shard.numel(), shard.dtype
+            numel, dtype = param.ds_tensor.ds_numel, param.dtype
             if index in collective.arriving:
                 if dtype not in by_dtype:
                     by_dtype[dtype] = received.view(dtype)
-                # (ranks, elements of a shard): the parameter, and what fills its last shard.
                 whole = torch.empty(received.size(0), numel, dtype=dtype, device=received.device)
                 targets.append(whole)
                 sources.append(by_dtype[dtype].narrow(1, offset // dtype.itemsize, numel))
-                if whole.numel() != self.numel[index]:
-                    whole = whole.view(-1)[: self.numel[index]]
-                param.data = whole.view(param.ds_shape)
-                param.ds_status = ZeroParamStatus.AVAILABLE
-                if not param.ds_persist:
-                    self.whole[index] = None
+                self._adopt(index, whole)
             offset += _padded(numel * dtype.itemsize)
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -260,7 +353,7 @@ class Gatherer:
             param = self.params[index]
             if index in collective.bystanders:
                 self._restore(param, collective.bystanders[index])
-            elif index in collective.arriving and index not in collective.shards:
+            elif index in collective.arriving and self.tier_of(param) is Tier.BASE:
                 self._release_swap_buffer_of_persistent(param)
                 if not param.ds_persist:
                     self.whole[index] = None
@@ -295,39 +388,24 @@ class Gatherer:
         tier = self._tiers.get(id(param))
         if tier is None:
             tier = self._find_tier(param)
-            if param.ds_zero_param_process_group is None and not self.quantizes:
-                # Without secondary partitions and quantization it cannot change.
+            if param.ds_zero_param_process_group is None and param.nvme_swapper is None and not self.quantizes:
+                # Without secondary partitions, NVMe and quantization it cannot change.
                 self._tiers[id(param)] = tier
         return tier
 
     def _find_tier(self, param: Parameter) -> Tier:
         shard = param.ds_tensor
         if (
-            param.ds_zero_partition_world_size == 1
-            or shard.final_location == OffloadDeviceEnum.nvme
-            or param.ds_secondary_tensor is not None
+            param.ds_secondary_tensor is not None
             or self.quantized_weights
             or hasattr(shard, "ds_quant_scale")
             or shard.dtype != param.dtype
             or has_comm_dtype(param)
         ):
             return Tier.BASE
-        return Tier.SHARDS
-
-    def read_ahead(self, params: Iterable[int]) -> None:
-        """Start reading partitions from NVMe, as far as buffers are free."""
-        on_nvme = [
-            p
-            for p in (self.params[i] for i in params)
-            if p.nvme_swapper is not None
-            and p.ds_tensor.final_location == OffloadDeviceEnum.nvme
-            and p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
-        ]
-        if on_nvme:
-            swapper = on_nvme[0].nvme_swapper
-            on_nvme = on_nvme[: swapper.available_swap_in_buffers()]
-            if on_nvme:
-                swapper.swap_in(on_nvme, async_op=True)
+        if param.ds_zero_partition_world_size > 1:
+            return Tier.SHARDS
+        return Tier.DISK if is_on_disk(param) else Tier.BASE
 
     def _count_in(self, indices: Iterable[int]) -> None:
         statistics = self.statistics
@@ -338,16 +416,25 @@ class Gatherer:
         if not self.params[index].ds_persist:
             self.statistics.live_numel -= self.numel[index]
 
-    def _start_shards(self, collective: Collective, flag: bool) -> None:
-        shards = [self.params[p].ds_tensor.detach().view(torch.uint8) for p in collective.shards]
-        slot_bytes = HEADER_BYTES + sum(_padded(shard.numel()) for shard in shards)
+    def _start_shards(self, collective: Collective, fingerprint: int) -> None:
+        try:
+            self._send_shards(collective, fingerprint)
+        except RuntimeError as error:
+            raise GatherFailed(str(error)) from error
+
+    def _send_shards(self, collective: Collective, fingerprint: int) -> None:
+        readable = fingerprint != UNREADABLE
+        sizes = [self.params[p].ds_tensor.ds_numel * self.params[p].dtype.itemsize for p in collective.shards]
+        slot_bytes = HEADER_BYTES + sum(map(_padded, sizes))
         device = torch.device(get_accelerator().current_device_name())
         group = self.params[collective.params[0]].ds_process_group
         with self._on_stream():
             received = torch.empty(dist.get_world_size(group=group), slot_bytes, dtype=torch.uint8, device=device)
             slot = received[dist.get_rank(group=group)]
-            header = torch.tensor([collective.fingerprint, int(flag)], dtype=torch.int64)
-            _pack(header.view(torch.uint8), shards, slot)
+            header = torch.tensor([fingerprint, int(collective.flag)], dtype=torch.int64)
+            # What could not be read stays what it is in the slot: no rank will use it.
+            shards = [self.params[p].ds_tensor.detach().view(torch.uint8) for p in collective.shards if readable]
+            _pack(header.view(torch.uint8), shards, slot[: slot_bytes if readable else HEADER_BYTES])
             collective.received = received
             if self.connection is not None:
                 work = pairwise.all_gather_into_tensor(received, slot, self.connection())
@@ -395,6 +482,13 @@ class Gatherer:
                 return False
             headers = collective.received[:, :HEADER_BYTES].cpu().contiguous().view(torch.int64)
         fingerprints, flags = headers.t().tolist()
+        unreadable = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint == UNREADABLE]
+        if unreadable:
+            names = ", ".join(self.names[p] for p in collective.shards)
+            raise PartUnreadable(
+                f"ranks {unreadable} of the partition group could not read their parts of {names} from NVMe; they "
+                "raise what happened"
+            )
         if any(fingerprint != collective.fingerprint for fingerprint in fingerprints):
             raise GatherFailed(
                 f"gathered {collective.fingerprint:#x} here, but the ranks gathered {[hex(f) for f in fingerprints]}"

@@ -14,8 +14,9 @@ from typing import Any, Optional
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.zero.fetch_plan import Budgets
-from deepspeed.runtime.zero.gather import ALIGNMENT_BYTES, Gatherer
+from deepspeed.runtime.zero.gather import ALIGNMENT_BYTES, Gatherer, is_on_disk
 from deepspeed.runtime.zero.granularity import find_leaves
 from deepspeed.runtime.zero.guard import remove_guard
 from deepspeed.runtime.zero.lockstep import DEFAULT_TIMEOUT_S, LockstepError, Peers
@@ -32,8 +33,6 @@ from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import logger, set_z3_leaf_module, z3_leaf_module
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
-
-NVME_READ_AHEAD_PARAMS = 8
 
 _FILES_WITHOUT_FORWARDS = (torch.nn.modules.module.__file__, torch.nn.modules.container.__file__)
 
@@ -178,13 +177,10 @@ class DeepSpeedZeRoOffload:
         if zero_module_granularity_threshold > 0:
             self._declare_leaves(zero_module_granularity_threshold)
 
-        on_nvme = self.offload_device == OffloadDeviceEnum.nvme
         self._budgets = Budgets(
-            # What is on NVMe is read ahead, not gathered ahead: the gather would hold the buffers.
-            prefetch_numel=0 if on_nvme else int(prefetch_bucket_size),
+            prefetch_numel=int(prefetch_bucket_size),
             live_numel=int(max_live_parameters),
             reuse_numel=int(max_reuse_distance),
-            read_ahead_params=NVME_READ_AHEAD_PARAMS if on_nvme else 0,
         )
         timeout_s = _lockstep_timeout_s(ds_config)
         peers = self._find_peers(timeout_s)
@@ -244,6 +240,17 @@ class DeepSpeedZeRoOffload:
             param.all_gather = all_gather
             param.partition = partition
         self.param_coordinator.close()
+        for swapper in self._swappers():
+            swapper.close()
+
+    def _swappers(self) -> list[AsyncPartitionedParameterSwapper]:
+        """What keeps partitions on NVMe: one, or none, if all was partitioned at once."""
+        return list({id(p.nvme_swapper): p.nvme_swapper for p, *_ in self._base_methods if p.nvme_swapper}.values())
+
+    def limit_host_cache(self, kept_numel: int) -> None:
+        """Of the elements that may be in host memory (``max_in_cpu``), ``kept_numel`` are there for good."""
+        for swapper in self._swappers():
+            swapper.cache.limit_numel = max(0, swapper.cache.limit_numel - kept_numel)
 
     def setup_zero_stage3_hooks(self) -> None:
         self._register_deepspeed_module(self.module)
@@ -324,6 +331,9 @@ class DeepSpeedZeRoOffload:
     ) -> None:
         """In the place of ``param.partition``: what a running module uses stays whole; updates are kept."""
         params = list(param_list) if param_list is not None else [param]
+        for each in params if has_been_updated else ():
+            if is_on_disk(each):
+                each.nvme_swapper.make_room_for_update(each)
         held = [p for p in params if self.param_coordinator.is_held(p)]
         others = [p for p in params if not self.param_coordinator.is_held(p)]
         if others:
@@ -529,6 +539,9 @@ class DeepSpeedZeRoOffload:
         for name, param in self.module.named_parameters():
             coordinator.gatherer.register(param, name)
         coordinator.set_persistent(self.persistent_parameters)
+        numbers = {p.ds_id: coordinator.gatherer.index_of(p) for p, *_ in self._base_methods}
+        for swapper in self._swappers():
+            swapper.cache.next_use = partial(_steps_until_use, coordinator, numbers)
         for part in self.module.modules():
             remove_guard(part)
             _init_external_params(part)
@@ -613,6 +626,13 @@ class DeepSpeedZeRoOffload:
 
 def _distinct(params: Iterable[Parameter]) -> list[Parameter]:
     return list({id(p): p for p in params}.values())
+
+
+def _steps_until_use(
+    coordinator: PartitionedParameterCoordinator, numbers: Mapping[int, Optional[int]], ds_id: int
+) -> Optional[int]:
+    number = numbers.get(ds_id)
+    return coordinator.steps_until_use(number) if number is not None else None
 
 
 def _can_alias(param: Parameter) -> bool:

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.fetch_plan import (
     Segment,
     fingerprint_of,
 )
-from deepspeed.runtime.zero.gather import Collective, Gatherer, GatherFailed, Statistics
+from deepspeed.runtime.zero.gather import Collective, Gatherer, GatherFailed, PartUnreadable, Statistics
 from deepspeed.runtime.zero.lockstep import (
     PERSISTENT,
     GradientAgreement,
@@ -90,6 +90,8 @@ class Use:
     """Moments count entering and leaving of modules; a later call has later ones."""
     end: int = -1
     external: tuple[Node, ...] = ()
+    in_backward: list[int] = field(default_factory=list)
+    """The numbers of its nodes whose backward has begun."""
     forward_task: int = -1
     """The backward (graph task of autograd) in which its forward ran, to recompute it."""
     task: int = -1
@@ -147,6 +149,8 @@ class PartitionedParameterCoordinator:
         self._needs: dict[int, Need] = {}
         self._ancestors: dict[int, frozenset[int]] = {}
         self._owners: dict[int, int] = {}
+        self._users: dict[int, list[int]] = {}
+        """For each parameter, the nodes that need it."""
         self._planner = Planner(budgets, self._needs, gatherer.numel, self._ancestors, self._owners)
         self._segments: dict[tuple[Any, ...], tuple[Optional[Path], Segment]] = {}
         self._module_names: dict[int, str] = {}
@@ -206,6 +210,8 @@ class PartitionedParameterCoordinator:
         self._parameter_names[index] = [self.gatherer.names[p] for p in node.params]
         if node.params:
             self._needs[index] = Need(node.params, sum(self.gatherer.numel[p] for p in node.params))
+        for param in node.params:
+            self._users.setdefault(param, []).append(index)
         return node
 
     def add_external(self, node: Node, param: Parameter) -> None:
@@ -225,6 +231,7 @@ class PartitionedParameterCoordinator:
             return
         owner, param = divmod(FIRST_EXTERNAL - number, len(self.gatherer.params))
         self._needs[number] = Need((param,), self.gatherer.numel[param])
+        self._users.setdefault(param, []).append(number)
         self._owners[number] = owner
         self._module_names[number] = self._describe(owner)
         self._parameter_names[number] = [self.gatherer.names[param]]
@@ -237,6 +244,16 @@ class PartitionedParameterCoordinator:
                 "model when deepspeed.initialize was called: add it before"
             )
         return index
+
+    def steps_until_use(self, param: int) -> Optional[int]:
+        """How many steps ahead a parameter is needed next; None if that is not known."""
+        found = [
+            steps
+            for node in self._users.get(param, ())
+            for event in (Event.ENTER, Event.BACKWARD)
+            if (steps := self._trace.steps_until(Step(event, node))) is not None
+        ]
+        return min(found, default=None)
 
     def forget_paths(self) -> None:
         """The modules changed: what was recorded says nothing any more."""
@@ -369,10 +386,12 @@ class PartitionedParameterCoordinator:
             ended = self._end_backward_uses(
                 lambda other: other.task == task and other.thread == use.thread and other.begin >= use.end
             )
+            use.in_backward.clear()
+            self._backward_uses.append(use)
             for part in use.nodes:
                 self._advance(part.backward, Point.BACKWARD, part, ended)
                 self._hold(part.params)
-            self._backward_uses.append(use)
+                use.in_backward.append(part.index)
 
     def end_backward(self) -> None:
         """All backwards are over. Nothing happens if none was under way."""
@@ -539,8 +558,6 @@ class PartitionedParameterCoordinator:
             if decision.prefetch is not None:
                 self._in_flight = self._start(decision.prefetch, decision.step)
                 gatherer.unused.update(self._in_flight.arriving)
-            if decision.read_ahead:
-                gatherer.read_ahead(decision.read_ahead)
         if not script.complete and self._cursor == len(script.decisions):
             self._script = None
 
@@ -590,12 +607,19 @@ class PartitionedParameterCoordinator:
             return self.gatherer.start(gather.params, gather.fingerprint, flag, adopt)
         except GatherFailed as error:
             raise self._gather_failed(error, step) from error
+        except OSError:
+            self._script = None
+            raise
 
     def _finish(self, collective: Collective, step: Optional[Step]) -> bool:
         try:
             return self.gatherer.finish(collective)
         except GatherFailed as error:
             raise self._gather_failed(error, step) from error
+        except (PartUnreadable, OSError):
+            # All ranks know of it, so all leave the script here.
+            self._script = None
+            raise
 
     def _gather_failed(self, error: GatherFailed, step: Optional[Step]) -> LockstepError:
         self._script = None
@@ -659,10 +683,12 @@ class PartitionedParameterCoordinator:
         held = tuple(sorted(p for p, count in self._holds.items() if p in self.gatherer.whole for _ in range(count)))
         idle = tuple(sorted(p for p in self.gatherer.whole if p not in self._holds))
         ahead = tuple(p for p in idle if p in self.gatherer.unused)
-        key = (id(place.path), place.index, held, idle, ahead, len(self._unsteady))
+        in_backward = tuple(number for use in self._backward_uses for number in use.in_backward)
+        key = (id(place.path), place.index, held, idle, ahead, in_backward, len(self._unsteady))
         known = self._segments.get(key)
         if known is None:
-            segment = self._planner.plan(place.path.steps[place.index :], self._unsteady, held, idle, ahead)
+            steps = place.path.steps[place.index :]
+            segment = self._planner.plan(steps, self._unsteady, held, idle, ahead, in_backward)
             if len(self._segments) >= MAX_CACHED_SEGMENTS:
                 self._segments.pop(next(iter(self._segments)))
             # The path is kept with it, so that its id stays its own.

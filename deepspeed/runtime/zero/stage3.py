@@ -43,6 +43,9 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         super().__init__(*args, **kwargs)
         self._coordinator.gradients = self
         self.parameter_offload.restore_whole()
+        # Of what may be in host memory, the base has put as much there for good as whole sub-groups take.
+        kept_numel = sum(flat.numel() for flat in getattr(self, "param_groups_fp16_flat_cpu_memory", ()))
+        self.parameter_offload.limit_host_cache(kept_numel)
 
     def initialize_ds_offload(self, *args: Any, **kwargs: Any) -> DeepSpeedZeRoOffload:
         offload = super().initialize_ds_offload(*args, **kwargs)

@@ -10,6 +10,7 @@ few are kept, and which of them follows which is learned, so a model that altern
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,19 @@ class Trace:
         if len(self._recorded) <= self.max_steps:
             self._recorded.append(step)
         return expected
+
+    def steps_until(self, step: Step) -> Optional[int]:
+        """How many steps ahead ``step`` is taken next, if the model goes on as it did and this pass is followed by one
+        like it; None if nothing is known of it."""
+        if self._path is None:
+            return None
+        positions = self._path.positions.get(step)
+        if not positions:
+            return None
+        following = bisect_right(positions, self._index)
+        if following < len(positions):
+            return positions[following] - self._index
+        return len(self._path.steps) - self._index + positions[0]
 
     def clear(self) -> None:
         """Forget every path: the modules changed."""
