@@ -18,6 +18,7 @@ ASYNC_IO = NativeLibrary(
         "csrc/aio/engine/file.h",
         "csrc/aio/engine/ring.h",
         "csrc/aio/engine/system_error.h",
+        "csrc/pin_memory/pages.h",
     ),
 )
 

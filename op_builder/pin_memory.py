@@ -14,6 +14,7 @@ PAGES = NativeLibrary(
     name="pin_memory",
     module="deepspeed.ops.pin_memory.pin_memory_op",
     sources=("csrc/pin_memory/pages.cpp",),
+    headers=("csrc/pin_memory/pages.h",),
 )
 _OWN_ACCELERATORS = ("cpu", "cuda")
 

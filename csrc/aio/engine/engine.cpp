@@ -2,13 +2,17 @@
 
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <system_error>
+#include <utility>
 
+#include "../../pin_memory/pages.h"
 #include "system_error.h"
 
 namespace ds_aio {
@@ -21,13 +25,15 @@ constexpr unsigned kMostQueueDepth = 4096;
 constexpr unsigned kMostThreads = 16;
 // With several workers, no more than this at once, so that one request is shared among them.
 constexpr uint64_t kShareBlocks = 8;
+// Of each worker, for transfers whose memory does not suit the device. Their blocks are made smaller to keep to it.
+constexpr uint64_t kBounceBytes = uint64_t{16} << 20;
+constexpr uint64_t kPageBytes = 4096;
 constexpr unsigned kMostFruitless = 1000;
 constexpr auto kFruitlessPause = std::chrono::microseconds(100);
 
 uint64_t whole_pages(uint64_t n_bytes)
 {
-    const uint64_t page_bytes = 4096;
-    return std::clamp((n_bytes + page_bytes - 1) / page_bytes * page_bytes, page_bytes, kMostBlockBytes);
+    return std::clamp((n_bytes + kPageBytes - 1) / kPageBytes * kPageBytes, kPageBytes, kMostBlockBytes);
 }
 
 // Threads that begin in its scope get no signals: those are for Python's main thread.
@@ -47,15 +53,70 @@ class SignalsBlocked {
     sigset_t before_;
 };
 
-int64_t transfer(const Block& block)
+// Aligned memory of a worker, a part for each of its blocks; made when it is first wanted.
+class Bounces {
+   public:
+    Bounces(uint64_t n_parts, uint64_t part_bytes) : n_parts_(n_parts), part_bytes_(part_bytes) {}
+    ~Bounces()
+    {
+        if (memory_ != nullptr) { munmap(memory_, n_parts_ * part_bytes_); }
+    }
+    Bounces(const Bounces&) = delete;
+    Bounces& operator=(const Bounces&) = delete;
+
+    // Null if there is no memory.
+    char* part(uint64_t index)
+    {
+        if (memory_ == nullptr && ds_pages::map(n_parts_ * part_bytes_, &memory_) != 0) { return nullptr; }
+        return static_cast<char*>(memory_) + index * part_bytes_;
+    }
+
+   private:
+    const uint64_t n_parts_;
+    const uint64_t part_bytes_;
+    void* memory_ = nullptr;
+};
+
+char* memory_of(const Block& block) { return block.request->memory + (block.range.offset - block.request->offset); }
+
+// What the kernel is to read from or write to. Without memory to spare, the block goes through the page cache.
+char* prepare_memory(Block* block, Bounces* bounces, uint64_t slot)
 {
-    const Request& request = *block.request;
-    const int fd = block.range.is_direct ? request.file->direct_fd() : request.file->buffered_fd();
-    char* memory = request.memory + (block.range.offset - request.offset);
-    const auto offset = static_cast<off_t>(block.range.offset);
-    const ssize_t n_bytes = request.is_write ? pwrite(fd, memory, block.range.n_bytes, offset)
-                                             : pread(fd, memory, block.range.n_bytes, offset);
-    return n_bytes < 0 ? -errno : n_bytes;
+    char* memory = memory_of(*block);
+    if (block->range.way != Way::kBounced) { return memory; }
+    char* aligned = bounces->part(slot);
+    if (aligned == nullptr) {
+        block->range.way = Way::kPageCache;
+        return memory;
+    }
+    if (block->request->is_write) { std::memcpy(aligned, memory, block->range.n_bytes); }
+    return aligned;
+}
+
+// Before the block is told to be complete: after that nobody may write to the request's memory.
+void deliver(const Block& block, Bounces* bounces, uint64_t slot, int64_t result)
+{
+    if (block.range.way == Way::kBounced && !block.request->is_write && result > 0) {
+        std::memcpy(memory_of(block), bounces->part(slot), static_cast<uint64_t>(result));
+    }
+}
+
+int descriptor_of(const Block& block)
+{
+    const File& file = *block.request->file;
+    return block.range.way == Way::kPageCache ? file.buffered_fd() : file.direct_fd();
+}
+
+int64_t transfer(Block* block, Bounces* bounces)
+{
+    char* memory = prepare_memory(block, bounces, 0);
+    const int fd = descriptor_of(*block);
+    const auto offset = static_cast<off_t>(block->range.offset);
+    const ssize_t n_bytes = block->request->is_write ? pwrite(fd, memory, block->range.n_bytes, offset)
+                                                     : pread(fd, memory, block->range.n_bytes, offset);
+    if (n_bytes < 0) { return -errno; }
+    deliver(*block, bounces, 0, n_bytes);
+    return n_bytes;
 }
 
 }  // namespace
@@ -65,7 +126,11 @@ class Engine::RingWorker {
    public:
     // One entry more than blocks, for reading the event.
     RingWorker(Engine* engine, unsigned queue_depth)
-        : engine_(engine), ring_(queue_depth + 1), event_(eventfd(0, EFD_CLOEXEC)), slots_(queue_depth)
+        : engine_(engine),
+          ring_(queue_depth + 1),
+          event_(eventfd(0, EFD_CLOEXEC)),
+          blocks_(queue_depth),
+          bounces_(queue_depth, engine->bounce_bytes())
     {
         if (event_ < 0) { throw SystemError(errno); }
         for (unsigned slot = 0; slot < queue_depth; ++slot) { free_slots_.push_back(slot); }
@@ -97,7 +162,7 @@ class Engine::RingWorker {
                 engine_->take(engine_->rings_.size() > 1 ? std::min(n_free, kShareBlocks) : n_free, &blocks);
                 is_stopping = engine_->is_stopping_ && engine_->n_unfinished_ == 0;
             }
-            if (is_stopping && free_slots_.size() == slots_.size()) { return; }
+            if (is_stopping && free_slots_.size() == blocks_.size()) { return; }
             for (Block& block : blocks) { prepare(std::move(block)); }
             const int outcome = ring_.enter(blocks.empty() ? 1 : 0);
             // EBUSY and EAGAIN want completions to be taken first; EINTR, another try. No other error can come of what
@@ -114,31 +179,36 @@ class Engine::RingWorker {
 
     void prepare(Block block)
     {
-        const Request& request = *block.request;
-        const Range range = block.range;
         const unsigned slot = free_slots_.back();
         free_slots_.pop_back();
-        const int fd = range.is_direct ? request.file->direct_fd() : request.file->buffered_fd();
-        char* memory = request.memory + (range.offset - request.offset);
-        ring_.prepare_transfer(request.is_write, fd, memory, static_cast<uint32_t>(range.n_bytes), range.offset, slot);
-        slots_[slot] = std::move(block);
+        char* memory = prepare_memory(&block, &bounces_, slot);
+        const Range& range = block.range;
+        ring_.prepare_transfer(block.request->is_write, descriptor_of(block), memory,
+                               static_cast<uint32_t>(range.n_bytes), range.offset, slot);
+        blocks_[slot] = std::move(block);
     }
 
     void take_completions()
     {
         Completion completion;
         bool is_event = false;
-        std::unique_lock<std::mutex> lock(engine_->mutex_, std::defer_lock);
+        reaped_.clear();
         while (ring_.reap(&completion)) {
             if (completion.tag == kEventTag) {
                 is_event = true;
-                continue;
+            } else {
+                const auto slot = static_cast<unsigned>(completion.tag);
+                deliver(blocks_[slot], &bounces_, slot, completion.result);
+                reaped_.push_back(completion);
             }
-            if (!lock.owns_lock()) { lock.lock(); }
-            const auto slot = static_cast<unsigned>(completion.tag);
-            free_slots_.push_back(slot);
-            engine_->complete(std::move(slots_[slot]), completion.result);
-            slots_[slot] = Block{};
+        }
+        if (!reaped_.empty()) {
+            std::lock_guard<std::mutex> lock(engine_->mutex_);
+            for (const Completion& each : reaped_) {
+                const auto slot = static_cast<unsigned>(each.tag);
+                free_slots_.push_back(slot);
+                engine_->complete(std::exchange(blocks_[slot], Block{}), each.result);
+            }
         }
         if (is_event) {
             // Before work is looked for again: what comes after that look must be able to wake us.
@@ -152,8 +222,10 @@ class Engine::RingWorker {
     const int event_;
     uint64_t event_count_ = 0;
     std::atomic<bool> is_woken_{false};
-    std::vector<Block> slots_;
+    std::vector<Block> blocks_;  // by slot, as are the bounces
+    Bounces bounces_;
     std::vector<unsigned> free_slots_;
+    std::vector<Completion> reaped_;
 };
 
 Engine::Engine(uint64_t block_bytes, unsigned queue_depth, unsigned n_workers, Backend backend)
@@ -224,6 +296,7 @@ void Engine::wake(uint64_t n_blocks)
 void Engine::run_thread()
 {
     std::vector<Block> blocks;
+    Bounces bounces(1, bounce_bytes());
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
         work_.wait(lock, [this] { return has_block() || is_stopping_; });
@@ -232,7 +305,7 @@ void Engine::run_thread()
         take(1, &blocks);
         if (blocks.empty()) { continue; }
         lock.unlock();
-        const int64_t result = transfer(blocks.front());
+        const int64_t result = transfer(&blocks.front(), &bounces);
         if (result == -EAGAIN) { std::this_thread::sleep_for(kFruitlessPause); }
         lock.lock();
         complete(std::move(blocks.front()), result);
@@ -242,12 +315,15 @@ void Engine::run_thread()
 uint64_t Engine::submit(std::shared_ptr<File> file, bool is_write, uint64_t offset, char* memory, uint64_t n_bytes)
 {
     auto request = std::make_shared<Request>();
-    const Split split = split_transfer(*file, offset, reinterpret_cast<uint64_t>(memory), n_bytes);
+    const Split split = split_transfer(*file, offset, n_bytes);
     const uint64_t body_offset = offset + split.head_bytes;
     const uint64_t tail_offset = body_offset + split.body_bytes;
-    if (split.tail_bytes > 0) { request->ranges.push_back({tail_offset, split.tail_bytes, false}); }
-    if (split.head_bytes > 0) { request->ranges.push_back({offset, split.head_bytes, false}); }
-    if (split.body_bytes > 0) { request->ranges.push_back({body_offset, split.body_bytes, true}); }
+    if (split.tail_bytes > 0) { request->ranges.push_back({tail_offset, split.tail_bytes, Way::kPageCache}); }
+    if (split.head_bytes > 0) { request->ranges.push_back({offset, split.head_bytes, Way::kPageCache}); }
+    if (split.body_bytes > 0) {
+        const Way way = file->suits_direct(memory + split.head_bytes) ? Way::kDirect : Way::kBounced;
+        request->ranges.push_back({body_offset, split.body_bytes, way});
+    }
     request->file = std::move(file);
     request->is_write = is_write;
     request->offset = offset;
@@ -349,15 +425,21 @@ bool Engine::cut(Request* request, Range* range) const
     if (request->ranges.empty()) { return false; }
     if (request->is_edge_next && request->n_outstanding > 0) { return false; }
     Range& left = request->ranges.back();
-    *range = {left.offset, std::min(left.n_bytes, block_bytes_), left.is_direct};
+    const uint64_t most_bytes = left.way == Way::kBounced ? bounce_bytes() : block_bytes_;
+    *range = {left.offset, std::min(left.n_bytes, most_bytes), left.way};
     left.offset += range->n_bytes;
     left.n_bytes -= range->n_bytes;
     request->is_edge_next = false;
     if (left.n_bytes == 0) {
         request->ranges.pop_back();
-        request->is_edge_next = request->is_write && range->is_direct && !request->ranges.empty();
+        request->is_edge_next = request->is_write && range->way != Way::kPageCache && !request->ranges.empty();
     }
     return true;
+}
+
+uint64_t Engine::bounce_bytes() const
+{
+    return std::clamp(kBounceBytes / queue_depth_ / kPageBytes * kPageBytes, kPageBytes, block_bytes_);
 }
 
 void Engine::complete(Block block, int64_t result)
@@ -370,10 +452,10 @@ void Engine::complete(Block block, int64_t result)
     if (result == -EINTR || result == -EAGAIN) {
         if (++block.n_fruitless < kMostFruitless) { return try_again(std::move(block)); }
         fail(&request, static_cast<int>(-result), range.offset);
-    } else if (result == -EINVAL && range.is_direct) {
+    } else if (result == -EINVAL && range.way != Way::kPageCache) {
         request.file->refuse_direct();
         request.fell_back = true;
-        range.is_direct = false;
+        range.way = Way::kPageCache;
         return try_again(std::move(block));
     } else if (result < 0) {
         fail(&request, static_cast<int>(-result), range.offset);
@@ -382,13 +464,13 @@ void Engine::complete(Block block, int64_t result)
     } else {
         const uint64_t n_bytes = static_cast<uint64_t>(result);
         request.n_done_bytes += n_bytes;
-        (range.is_direct ? stats_.direct_bytes : stats_.buffered_bytes) += n_bytes;
+        (range.way == Way::kPageCache ? stats_.buffered_bytes : stats_.direct_bytes) += n_bytes;
+        if (range.way == Way::kBounced) { stats_.bounced_bytes += n_bytes; }
         range.offset += n_bytes;
         range.n_bytes -= n_bytes;
         if (range.n_bytes > 0) {
-            const char* memory = request.memory + (range.offset - request.offset);
-            range.is_direct = range.is_direct &&
-                              request.file->suits_direct(range.offset, reinterpret_cast<uint64_t>(memory), range.n_bytes);
+            if (!request.file->suits_direct(range.offset, range.n_bytes)) { range.way = Way::kPageCache; }
+            if (range.way == Way::kDirect && !request.file->suits_direct(memory_of(block))) { range.way = Way::kBounced; }
             block.n_fruitless = 0;
             return try_again(std::move(block));
         }

@@ -19,11 +19,17 @@ namespace ds_aio {
 
 enum class Backend { kAuto = 0, kRing = 1, kThreads = 2 };
 
+enum class Way {
+    kPageCache,
+    kDirect,
+    kBounced,  // directly, between the file and aligned memory of the worker's, which copies from there or to there
+};
+
 // Part of a request that is not cut into blocks yet, or a block.
 struct Range {
     uint64_t offset = 0;
     uint64_t n_bytes = 0;
-    bool is_direct = false;
+    Way way = Way::kPageCache;
 };
 
 // One transfer. All but the constants belong to the engine's mutex.
@@ -57,6 +63,7 @@ struct Stats {
     uint64_t n_in_flight_requests;
     uint64_t n_completions;
     uint64_t direct_bytes;
+    uint64_t bounced_bytes;  // part of the direct ones
     uint64_t buffered_bytes;
     uint64_t most_blocks_at_once;
     uint64_t is_ring;
@@ -98,6 +105,7 @@ class Engine {
     bool has_block() const { return !is_held_ && (!again_.empty() || !queue_.empty()); }
     void take(uint64_t n_most, std::vector<Block>* blocks);
     bool cut(Request* request, Range* range) const;
+    uint64_t bounce_bytes() const;
     void complete(Block block, int64_t result);
     void try_again(Block block);
     void fail(Request* request, int error, uint64_t offset);

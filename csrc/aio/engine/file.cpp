@@ -118,10 +118,14 @@ void File::look_at_alignment()
     }
 }
 
-bool File::suits_direct(uint64_t offset, uint64_t address, uint64_t n_bytes) const
+bool File::suits_direct(uint64_t offset, uint64_t n_bytes) const
 {
-    return is_direct() && offset % offset_alignment_ == 0 && n_bytes % offset_alignment_ == 0 &&
-           (memory_alignment_ == 0 || address % memory_alignment_ == 0);
+    return is_direct() && offset % offset_alignment_ == 0 && n_bytes % offset_alignment_ == 0;
+}
+
+bool File::suits_direct(const void* memory) const
+{
+    return memory_alignment_ == 0 || reinterpret_cast<uint64_t>(memory) % memory_alignment_ == 0;
 }
 
 int File::reserve(uint64_t offset, uint64_t n_bytes) const
@@ -138,14 +142,14 @@ int File::reserve(uint64_t offset, uint64_t n_bytes) const
     return errno == ENOSPC || errno == EFBIG || errno == EDQUOT || errno == EIO ? -errno : 0;
 }
 
-Split split_transfer(const File& file, uint64_t offset, uint64_t address, uint64_t n_bytes)
+Split split_transfer(const File& file, uint64_t offset, uint64_t n_bytes)
 {
     const Split buffered{n_bytes, 0, 0};
     if (!file.is_direct()) { return buffered; }
     const uint64_t unit = round_up(static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), file.offset_alignment());
     const uint64_t begin = round_up(offset, unit);
     const uint64_t end = (offset + n_bytes) / unit * unit;
-    if (begin >= end || !file.suits_direct(begin, address + (begin - offset), end - begin)) { return buffered; }
+    if (begin >= end) { return buffered; }
     return {begin - offset, end - begin, offset + n_bytes - end};
 }
 

@@ -33,7 +33,8 @@ class File {
     bool is_regular() const { return is_regular_; }
     uint32_t memory_alignment() const { return memory_alignment_; }
     uint32_t offset_alignment() const { return offset_alignment_; }
-    bool suits_direct(uint64_t offset, uint64_t address, uint64_t n_bytes) const;
+    bool suits_direct(uint64_t offset, uint64_t n_bytes) const;
+    bool suits_direct(const void* memory) const;
 
     // Gives blocks to a range that a write will reach into, where that lies beyond the end of the file. 0 or -errno.
     int reserve(uint64_t offset, uint64_t n_bytes) const;
@@ -53,7 +54,7 @@ class File {
     uint32_t offset_alignment_ = 0;
 };
 
-// How a transfer is cut: the head and the tail go through the page cache, the body past it.
+// How a transfer is cut: the head and the tail go through the page cache, the body past it, if there is one.
 struct Split {
     uint64_t head_bytes;
     uint64_t body_bytes;
@@ -65,6 +66,6 @@ struct Split {
 // two requests write into different parts of it. Were a page written both ways at once, the cache could write its old
 // half over the new one. For the same reason the head and the tail of a write follow when its body has been written:
 // the end of a direct write drops what the cache holds of the range, and must not meet pages that are being changed.
-Split split_transfer(const File& file, uint64_t offset, uint64_t address, uint64_t n_bytes);
+Split split_transfer(const File& file, uint64_t offset, uint64_t n_bytes);
 
 }  // namespace ds_aio

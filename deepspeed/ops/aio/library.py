@@ -51,6 +51,7 @@ class _Stats(ctypes.Structure):
         ("n_in_flight_requests", c_uint64),
         ("n_completions", c_uint64),
         ("direct_bytes", c_uint64),
+        ("bounced_bytes", c_uint64),
         ("buffered_bytes", c_uint64),
         ("most_blocks_at_once", c_uint64),
         ("is_ring", c_uint64),
@@ -76,6 +77,7 @@ class EngineStats:
     n_in_flight_requests: int
     n_completions: int
     direct_bytes: int
+    bounced_bytes: int
     buffered_bytes: int
     most_blocks_at_once: int
 
