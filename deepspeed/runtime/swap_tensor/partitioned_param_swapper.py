@@ -26,6 +26,7 @@ from deepspeed.runtime.swap_tensor.constants import (
     AIO_SINGLE_SUBMIT,
     AIO_USE_GDS,
 )
+from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.swap_tensor.host_cache import HostCache
 from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, Read, StoredPartition
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
@@ -126,6 +127,7 @@ class AsyncPartitionedParameterSwapper:
             file_alignment_bytes=max(PAGE_BYTES, AIO_ALIGNED_BYTES * self.aio_config[AIO_INTRA_OP_PARALLELISM]),
             checksums=bool(getattr(self.swap_config, "checksum", False)),
         )
+        self._heap = HeapTrimmer()
         self.cache = HostCache(int(self.swap_config.max_in_cpu))
         self._partitions: dict[int, StoredPartition] = {}
         self._arrivals: dict[int, _Arrival] = {}
@@ -212,6 +214,7 @@ class AsyncPartitionedParameterSwapper:
     def _write(self, param: Parameter, values: torch.Tensor) -> None:
         self.cache.drop(param.ds_id)
         self.tier.write(self._partitions[param.ds_id], values)
+        self._heap.freed(values.numel() * values.element_size())
 
     # -- what comes back --
 
