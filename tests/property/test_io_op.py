@@ -87,9 +87,7 @@ def test_transfers_under_way_together_are_each_as_if_alone(
     n_bytes=st.one_of(st.sampled_from(EDGES), st.integers(0, 200_000)),
     offset=st.one_of(st.sampled_from(EDGES), st.integers(0, 2**33)),
     misaligned_by=st.sampled_from([None, 3, 64]),
-    results=st.lists(
-        st.tuples(st.integers(1, 40), st.sampled_from([1, 511, 512, 4096, 5000, -4, -11])), max_size=12
-    ),
+    results=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 511, 512, 4096, 5000, -4, -11])), max_size=12),
 )
 def test_short_and_interrupted_transfers_are_continued(backend, n_bytes, offset, misaligned_by, results) -> None:
     """-4 is EINTR, -11 EAGAIN; a number is how many bytes a completion says that it moved."""

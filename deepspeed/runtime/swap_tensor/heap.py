@@ -1,8 +1,8 @@
 """Giving memory that was freed back to the system.
 
-glibc keeps large blocks that were freed between small ones that live, and its aligned allocations, which torch makes, do
-not find them again (before glibc 2.38: https://sourceware.org/bugzilla/show_bug.cgi?id=14581). A model that goes to disk
-parameter by parameter while it is built would leave a process as large as if it had stayed.
+glibc keeps large blocks that were freed between small ones that live, and its aligned allocations, which torch makes,
+do not find them again (before glibc 2.38: https://sourceware.org/bugzilla/show_bug.cgi?id=14581). A model that goes to
+disk parameter by parameter while it is built would leave a process as large as if it had stayed.
 """
 
 from __future__ import annotations
