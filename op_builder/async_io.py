@@ -24,11 +24,13 @@ ASYNC_IO = NativeLibrary(
 
 
 class AsyncIOBuilder(OpBuilder):
+    """DeepSpeed's name for it; `ds_report` and `setup.py` find it by that."""
+
+    NAME = ASYNC_IO.name
     BUILD_VAR = "DS_BUILD_AIO"
-    NAME = "async_io"
 
     def __init__(self):
-        super().__init__(name=self.NAME)
+        super().__init__(ASYNC_IO.name)
 
     def absolute_name(self):
         return ASYNC_IO.module

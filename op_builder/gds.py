@@ -1,6 +1,4 @@
-"""The builder of GPUDirect Storage: DeepSpeed's sources, with its own libaio parts. Not run on this project's machines."""
-
-import os
+"""The builder of GPUDirect Storage: DeepSpeed's sources, with the libaio parts. Not run on the fork's machines."""
 
 from .builder import CUDAOpBuilder
 from .pin_memory import PinnedTensorManager
@@ -36,14 +34,14 @@ class GDSBuilder(CUDAOpBuilder):
         return aio + [f"csrc/gds/py_lib/{name}.cpp" for name in _GDS_SOURCES]
 
     def include_paths(self):
-        return ["csrc/aio/py_lib", "csrc/aio/common", "csrc/pin_memory", os.path.join(_cuda_home(), "include")]
+        return ["csrc/aio/py_lib", "csrc/aio/common", "csrc/pin_memory", f"{_cuda_home()}/include"]
 
     def cxx_args(self):
         return [*super().cxx_args(), self.cpu_arch(), self.simd_width(), "-fopenmp", "-Wall", "-Wno-reorder", "-fPIC"]
 
     def extra_ldflags(self):
         home = _cuda_home()
-        return [f"-L{home}", f"-L{os.path.join(home, 'lib64')}", "-laio", "-lcuda", "-lcudart", "-lcufile"]
+        return [f"-L{home}", f"-L{home}/lib64", "-laio", "-lcuda", "-lcudart", "-lcufile"]
 
     def load(self, verbose=False):
         # It looks for the manager among the process's symbols. Under another name than that of the fork's own op.
@@ -55,7 +53,7 @@ class GDSBuilder(CUDAOpBuilder):
             if verbose:
                 self.warning(f"{self.NAME} needs torch with CUDA, and the CUDA toolkit")
             return False
-        folders = (_cuda_home(), os.path.join(_cuda_home(), "lib64"))
+        folders = (_cuda_home(), f"{_cuda_home()}/lib64")
         for function, library in (("cuFileDriverOpen", "cufile"), ("io_submit", "aio")):
             if not self.has_function(function, (library,), library_dirs=folders, verbose=verbose):
                 if verbose:

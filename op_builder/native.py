@@ -1,7 +1,7 @@
-"""C++ libraries with a plain C interface, which ctypes loads: compiled in seconds, and in no way tied to torch or Python.
+"""C++ libraries with a plain C interface for ctypes: compiled in seconds, and in no way tied to torch or Python.
 
-Compiled at first use into torch's extensions directory, under `build_lock`, or with the wheel (`DS_BUILD_*`). A library's
-name tells what it was made of, so one that is there is right; it appears in one step, so one that is there is whole.
+Compiled at first use into torch's extensions directory, under `build_lock`, or with the wheel (`DS_BUILD_*`). A
+library's name tells what it was made of, so one that is there is right; it appears in one step, so it is whole.
 """
 
 import hashlib
@@ -111,7 +111,9 @@ def _compile(command: List[str], directory: Path, library: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=_UNFINISHED_PREFIX) as folder:
         made = Path(folder) / library.name
-        result = subprocess.run([*command, "-o", str(made)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        result = subprocess.run(
+            [*command, "-o", str(made)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         if result.returncode != 0:
             raise NativeBuildError(f"{shlex.join(command)}\nended with status {result.returncode}:\n{result.stdout}")
         made.replace(library)

@@ -1,7 +1,7 @@
 """The builder of pinned memory: the fork's for CPU and CUDA, DeepSpeed's where another op links against it.
 
-GDS, and the I/O ops that other accelerators still build from DeepSpeed's sources, look for a manager of pinned tensors in
-the process, which only DeepSpeed's own op brings along. That includes all of torch and takes minutes to compile.
+GDS, and the I/O ops that other accelerators still build from DeepSpeed's sources, look for a manager of pinned tensors
+in the process, which only DeepSpeed's own op brings along. That includes all of torch and takes minutes to compile.
 """
 
 import sys
@@ -39,11 +39,13 @@ class PinnedTensorManager(OpBuilder):
 
 
 class PinMemoryBuilder(OpBuilder):
+    """DeepSpeed's name for it; `ds_report` and `setup.py` find it by that."""
+
+    NAME = PAGES.name
     BUILD_VAR = "DS_BUILD_PIN_MEMORY"
-    NAME = "pin_memory"
 
     def __init__(self):
-        super().__init__(name=self.NAME)
+        super().__init__(PAGES.name)
 
     def absolute_name(self):
         return PAGES.module

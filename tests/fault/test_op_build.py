@@ -41,9 +41,9 @@ static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, n
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "answer", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit_answer() { return PyModule_Create(&module); }
 """
-# A compiler that tells one FIFO when it is to compile, and does so once the other has been written to.
+# A compiler that tells one FIFO when it is called with an argument, and goes on once the other has been written to.
 STUCK_COMPILER = """#!/bin/sh
-case " $* " in *" -c "*)
+case " $* " in *" {calls_with} "*)
     echo compiling > {called}
     read line < {go}
 esac
@@ -81,12 +81,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.stdout.close()
 
 
-def stuck_compiler(folder: Path) -> tuple[str, Path, Path]:
+def stuck_compiler(folder: Path, calls_with: str = "-c") -> tuple[str, Path, Path]:
     """The compiler, the FIFO that tells of its call, and the FIFO that holds it up."""
     called, go, compiler = folder / "called", folder / "go", folder / "compiler"
     os.mkfifo(called)
     os.mkfifo(go)
-    compiler.write_text(STUCK_COMPILER.format(called=called, go=go))
+    compiler.write_text(STUCK_COMPILER.format(called=called, go=go, calls_with=calls_with))
     compiler.chmod(0o755)
     return str(compiler), called, go
 

@@ -96,6 +96,8 @@ void File::look_at_file()
 {
     struct stat about;
     if (fstat(buffered_fd_, &about) != 0) { throw SystemError(errno); }
+    // io_uring would disregard the offset where pwrite refuses it.
+    if (S_ISFIFO(about.st_mode) || S_ISSOCK(about.st_mode)) { throw SystemError(ESPIPE); }
     device_ = about.st_dev;
     is_regular_ = S_ISREG(about.st_mode);
     struct statfs system;

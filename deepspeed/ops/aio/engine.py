@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any, Dict, List, Optional, Tuple, Type, Union
 
 import torch
-
 from deepspeed.utils import logger
 
 from .library import AioLibrary, EngineStats, ForkedHandleError, Outcome
@@ -30,7 +29,8 @@ BACKEND_VARIABLE = "DS_AIO_BACKEND"
 # A thread that waits looks up this often, so that Ctrl-C is heard.
 _SLICE_S = 0.5
 
-Memory = Union[torch.Tensor, Tuple[int, int]]
+FilePath = Union[str, "os.PathLike[str]"]
+Memory = Union[torch.Tensor, Tuple[int, int]]  # a tensor, or an address and a number of bytes
 
 
 class Backend(IntEnum):
@@ -55,7 +55,14 @@ class AsyncIOError(OSError):
     """A transfer that failed. The memory of a failed read, and the range of a failed write, hold old and new mixed."""
 
     def __init__(
-        self, code: int, operation: str, filename: str, offset: int, wanted_bytes: int, got_bytes: int, failed_offset: int
+        self,
+        code: int,
+        operation: str,
+        filename: str,
+        offset: int,
+        wanted_bytes: int,
+        got_bytes: int,
+        failed_offset: int,
     ) -> None:
         reason = "end of file" if code == errno.ENODATA and operation == "read" else os.strerror(code)
         super().__init__(code, reason)
@@ -66,7 +73,7 @@ class AsyncIOError(OSError):
         self.wanted_bytes = wanted_bytes
         self.got_bytes = got_bytes
         self.failed_offset = failed_offset
-        self.also_failed: Tuple[AsyncIOError, ...] = ()  # other requests that one wait() found failed
+        self.also_failed: Tuple[OSError, ...] = ()  # other requests that one wait() found failed
 
     def __str__(self) -> str:
         others = f" ({len(self.also_failed)} more requests failed)" if self.also_failed else ""
@@ -84,7 +91,7 @@ class IOFile:
 
     _MODES = {"r": 0, "w": 1, "rw": 2}
 
-    def __init__(self, library: AioLibrary, file: Union[str, os.PathLike[str], int], mode: str = "r") -> None:
+    def __init__(self, library: AioLibrary, file: FilePath | int, mode: str = "r") -> None:
         """`mode` is "r", "w" (creates, does not truncate) or "rw", and of no account for a descriptor.
 
         A descriptor stays the caller's, who may close it as soon as requests have been submitted; it is used directly
@@ -129,7 +136,9 @@ class IOFile:
 class IORequest:
     """One transfer. Its memory is kept alive until it is done, whether or not this object is."""
 
-    def __init__(self, engine: IOEngine, request_id: int, operation: str, filename: str, offset: int, n_bytes: int) -> None:
+    def __init__(
+        self, engine: IOEngine, request_id: int, operation: str, filename: str, offset: int, n_bytes: int
+    ) -> None:
         self._engine = engine
         self._id = request_id
         self._lock = threading.Lock()
@@ -216,7 +225,11 @@ class IOEngine:
         n_threads: int = 1,
         backend: Optional[str] = None,
     ) -> None:
-        for name, value in (("block size", block_bytes), ("queue depth", queue_depth), ("number of threads", n_threads)):
+        for name, value in (
+            ("block size", block_bytes),
+            ("queue depth", queue_depth),
+            ("number of threads", n_threads),
+        ):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self._library = library
@@ -231,16 +244,14 @@ class IOEngine:
         self._finalizer.atexit = False
         _OPEN.add(self)
 
-    def open(self, path: Union[str, os.PathLike[str]], mode: str = "r") -> IOFile:
+    def open(self, path: FilePath, mode: str = "r") -> IOFile:
         return IOFile(self._library, path, mode)
 
-    def submit_read(self, file: Union[IOFile, str, os.PathLike[str], int], memory: Memory, file_offset: int = 0) -> IORequest:
+    def submit_read(self, file: IOFile | FilePath | int, memory: Memory, file_offset: int = 0) -> IORequest:
         """Fill memory from a file. Fewer bytes than the memory has room for are an error."""
         return self._submit(False, file, memory, file_offset)
 
-    def submit_write(
-        self, file: Union[IOFile, str, os.PathLike[str], int], memory: Memory, file_offset: int = 0
-    ) -> IORequest:
+    def submit_write(self, file: IOFile | FilePath | int, memory: Memory, file_offset: int = 0) -> IORequest:
         """Write memory to a file, which is made if need be and not truncated."""
         return self._submit(True, file, memory, file_offset)
 
@@ -281,7 +292,7 @@ class IOEngine:
         self.close()
 
     def inject_result(self, nth_completion: int, result: int) -> None:
-        """For tests: the n-th completion from now on ends like this, -errno or fewer bytes, whatever really happened."""
+        """For tests: the n-th completion from now on ends like this: -errno, or fewer bytes than it did."""
         self._require_open()
         self._library.inject(self._pointer, nth_completion, result)
 
@@ -322,7 +333,7 @@ class IOEngine:
     def _submit(
         self,
         is_write: bool,
-        file: Union[IOFile, str, os.PathLike[str], int],
+        file: IOFile | FilePath | int,
         memory: Memory,
         file_offset: int,
     ) -> IORequest:
@@ -386,9 +397,7 @@ def _close(library: AioLibrary, engine: int, in_flight: Dict[int, object]) -> No
     in_flight.clear()
 
 
-def _memory_of(
-    memory: Memory, is_write: bool
-) -> Tuple[int, int, object, Optional[Tuple[torch.Tensor, torch.Tensor]]]:
+def _memory_of(memory: Memory, is_write: bool) -> Tuple[int, int, object, Optional[Tuple[torch.Tensor, torch.Tensor]]]:
     """Address, size, what keeps it alive, and for a read into another device's memory that and where it is staged."""
     if not isinstance(memory, torch.Tensor):
         address, n_bytes = memory
@@ -425,5 +434,5 @@ def _tell_of_page_cache(device: int, name: str, is_in_memory: bool) -> None:
 
 
 def _tell_of_refusal(name: str) -> None:
-    if is_first_time(("refusal", os.path.dirname(name))):
+    if is_first_time(("refusal", os.path.split(name)[0])):
         logger.warning("%s: a direct transfer was refused; going through the page cache", name)

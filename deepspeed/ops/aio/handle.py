@@ -7,15 +7,15 @@ it returned -1 or ended the process.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Deque, List, Optional, Union
 
 import torch
 
-from .engine import AsyncIOError, IOEngine, IOFile, IORequest
+from .engine import AsyncIOError, FilePath, IOEngine, IOFile, IORequest
 from .library import AioLibrary
 from .pinned import PINNED
 
@@ -23,7 +23,7 @@ from .pinned import PINNED
 _ALIGNMENT_BYTES = 512
 _COMPARE_BYTES = 16 * 1024**2
 
-Filename = Union[str, "os.PathLike[str]", int]
+Filename = Union[FilePath, int]
 
 
 class AsyncIOOp:
@@ -52,7 +52,7 @@ class AsyncIOOp:
         """For code that schedules its own requests."""
         return IOEngine(self._library, block_bytes, queue_depth, n_threads, backend)
 
-    def open(self, path: Union[str, os.PathLike[str]], mode: str = "r") -> IOFile:
+    def open(self, path: FilePath, mode: str = "r") -> IOFile:
         return IOFile(self._library, path, mode)
 
     def pinned_empty(self, numel: int, dtype: torch.dtype, must_lock: bool = False) -> torch.Tensor:
@@ -246,7 +246,9 @@ class AioHandle:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self, is_write: bool, buffer: torch.Tensor, filename: Filename, validate: bool, file_offset: int) -> _Pending:
+    def _begin(
+        self, is_write: bool, buffer: torch.Tensor, filename: Filename, validate: bool, file_offset: int
+    ) -> _Pending:
         if validate and isinstance(filename, int):
             raise ValueError("validate: expected the name of a file, which is read again, got a descriptor")
         submit = self.engine.submit_write if is_write else self.engine.submit_read
@@ -274,7 +276,7 @@ def _is_async(method: str, positional: Optional[bool], keywords: Any) -> bool:
 def _compare_with_file(tensor: torch.Tensor, request: IORequest) -> None:
     """Raise AsyncIOError unless the file holds what the tensor does, read by other means than the engine's."""
     mine = tensor.detach().cpu().flatten().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-    with open(request.filename, "rb") as file:
+    with Path(request.filename).open("rb") as file:
         for begin in range(0, len(mine), _COMPARE_BYTES):
             part = mine[begin : begin + _COMPARE_BYTES]
             file.seek(request.offset + begin)
@@ -285,5 +287,11 @@ def _compare_with_file(tensor: torch.Tensor, request: IORequest) -> None:
             differs = (stored[:n_same] != part[:n_same]).nonzero()
             at = begin + (int(differs[0]) if len(differs) else n_same)
             raise AsyncIOError(
-                errno.EBADMSG, f"validation of the {request.operation}", request.filename, request.offset, len(mine), at, request.offset + at
+                errno.EBADMSG,
+                f"validation of the {request.operation}",
+                request.filename,
+                request.offset,
+                len(mine),
+                at,
+                request.offset + at,
             )

@@ -45,17 +45,20 @@ class _Result(ctypes.Structure):
     _fields_ = [("n_done_bytes", c_uint64), ("error_offset", c_uint64), ("error", c_int32), ("fell_back", c_uint32)]
 
 
+_STATS = (
+    "n_threads",
+    "n_in_flight_requests",
+    "n_completions",
+    "direct_bytes",
+    "bounced_bytes",
+    "buffered_bytes",
+    "most_blocks_at_once",
+    "is_ring",
+)
+
+
 class _Stats(ctypes.Structure):
-    _fields_ = [
-        ("n_threads", c_uint64),
-        ("n_in_flight_requests", c_uint64),
-        ("n_completions", c_uint64),
-        ("direct_bytes", c_uint64),
-        ("bounced_bytes", c_uint64),
-        ("buffered_bytes", c_uint64),
-        ("most_blocks_at_once", c_uint64),
-        ("is_ring", c_uint64),
-    ]
+    _fields_ = [(name, c_uint64) for name in _STATS]
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class AioLibrary(PagesLibrary):
     def stats(self, engine: int) -> EngineStats:
         stats = _Stats()
         raise_errno(self._library.ds_aio_engine_stats(engine, byref(stats)))
-        counts = {name: getattr(stats, name) for name, _ in _Stats._fields_ if name != "is_ring"}
+        counts = {name: getattr(stats, name) for name in _STATS if name != "is_ring"}
         return EngineStats(backend="io_uring" if stats.is_ring else "threads", **counts)
 
     def inject(self, engine: int, nth_completion: int, result: int) -> None:

@@ -12,6 +12,6 @@ def is_first_time(subject: Hashable) -> bool:
     return next(_times(subject)) == 0
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _times(subject: Hashable) -> Iterator[int]:
     return itertools.count()

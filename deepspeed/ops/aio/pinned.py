@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Dict, Optional
 
 import torch
-
 from deepspeed.utils import logger
 
 from .library import PagesLibrary
@@ -112,8 +111,8 @@ def _about_the_limit(n_bytes: int, lock_error: int) -> str:
     limit_bytes = locked_limit_bytes()
     limit = "there is no limit (RLIMIT_MEMLOCK)" if limit_bytes is None else f"the limit is {limit_bytes} bytes"
     return (
-        f"cannot lock {n_bytes} bytes of memory ({os.strerror(lock_error)}): {limit}. To raise it: `ulimit -l`, memlock "
-        "in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
+        f"cannot lock {n_bytes} bytes of memory ({os.strerror(lock_error)}): {limit}. To raise it: `ulimit -l`, "
+        "memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
     )
 
 
@@ -123,7 +122,7 @@ def _register(address: int, n_bytes: int) -> bool:
         return False
     error = torch.cuda.cudart().cudaHostRegister(address, n_bytes, 0)
     if int(error) != 0:
-        logger.warning("CUDA does not take %d bytes of pinned memory (error %d); copies will be slower", n_bytes, error)
+        logger.warning("CUDA does not take %d bytes of pinned memory (error %d); copies are slower", n_bytes, error)
     return int(error) == 0
 
 
