@@ -252,3 +252,31 @@ def test_steps_until_is_unknown_off_every_path() -> None:
     trace = Trace()
     take(trace, "ab")
     assert trace.steps_until(step("a")) is None
+
+
+def next_pass(trace: Trace) -> str | None:
+    place = trace.next_pass
+    return None if place is None else "".join(chr(expected.node) for expected in place.ahead)
+
+
+def test_next_pass_is_told_when_this_one_ends_as_a_known_one() -> None:
+    trace = Trace()
+    take(trace, "abc")
+    assert next_pass(trace) is None, "nothing like it was seen before"
+    take(trace, "ab")
+    assert next_pass(trace) is None, "it may go on"
+    go_on(trace, "c")
+    assert next_pass(trace) == "abc"
+    assert expected_next(trace) == "", "asking changes nothing"
+
+
+def test_next_pass_of_alternating_ones_is_the_other_one() -> None:
+    trace = Trace()
+    for _ in range(2):
+        take(trace, "ab", START)
+        take(trace, "xyz", OTHER_START)
+    assert next_pass(trace) == "ab"
+    assert trace.next_pass is not None
+    assert trace.next_pass.path.steps[0] == START
+    take(trace, "ab", START)
+    assert next_pass(trace) == "xyz"

@@ -17,6 +17,9 @@ A rank that comes off the script cannot tell the others at once: they may stand 
 part in just that one, with the flag set, and goes into a round. The others see the flag, and do so as well. Since at
 most one scripted gather is in flight at a time, all come off after the same one.
 
+Where a forward without grad ends, the ranks agree on the script of the forward that they expect next, so that they need
+no round when it begins. A rank that does something else comes off that script as off any other.
+
 Modules at which ranks stood apart are *unsteady* from then on: no script leads through them. What was never apart pays
 nothing.
 

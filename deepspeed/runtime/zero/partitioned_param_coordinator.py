@@ -39,7 +39,7 @@ from deepspeed.runtime.zero.lockstep import (
     resolve,
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.trace import Event, Path, Step, Trace
+from deepspeed.runtime.zero.trace import Event, Path, Place, Step, Trace
 from deepspeed.utils.logging import logger
 from torch.nn import Module, Parameter
 
@@ -257,7 +257,8 @@ class PartitionedParameterCoordinator:
 
     def forget_paths(self) -> None:
         """The modules changed: what was recorded says nothing any more."""
-        self._come_off()
+        if not self._is_ahead:  # Then the next pass comes off, if it has to.
+            self._come_off()
         self._trace.clear()
         self._segments.clear()
 
@@ -315,22 +316,35 @@ class PartitionedParameterCoordinator:
         if self._failure is not None:
             raise LockstepError(self._failure)
         start = Step(Event.START, outermost * PASS_KINDS + grad)
-        self._come_off()
+        script = self._script
+        ready = not self.gatherer.missing(self._persistent)
+        if script is None or not self._is_ahead or script.decisions[0].step != start or not ready:
+            self._come_off()
         if self._open or self._backward_uses or self._tasks:
             self._recover()
         self._pass_number += 1
         self._trace.begin(start)
-        if self.fetches or self.gatherer.missing(self._persistent):
-            self._meet(Point.START, start.node, start)
+        if self._script is not None:
+            self._carry_out(self._script, self._script.decisions[0])
+        elif self.fetches or not ready:
+            self._meet(Point.START, start.node, self._trace.place)
 
     def end_pass(self, grad: bool) -> None:
         """The outermost forward has ended, or raised. A rank that is through serves those that are not."""
         self._advance(Step(Event.END, 0))
-        if self.fetches:
-            self._meet(Point.END, 0, None)
         if not grad:
+            if self._script is not None and self._cursor == len(self._script.decisions):
+                self._script = None
             self._drain()
             self._drop_idle()
+        if self.fetches:
+            # Without grad this is the end: what ranks agree on here saves them the round at the next start.
+            self._meet(Point.END, 0, self._trace.next_pass if not grad else None)
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether the script is that of the next pass, which has not begun."""
+        return self._script is not None and self._cursor == 0
 
     def wait_for_flight(self) -> None:
         """Let nothing be in flight: someone is about to gather or partition on their own, on all ranks."""
@@ -538,7 +552,7 @@ class PartitionedParameterCoordinator:
                 return
             # Someone partitioned what the plan takes for whole.
             self._come_off()
-        self._meet(point, node.index, step, node)
+        self._meet(point, node.index, self._trace.place, node)
 
     def _carry_out(self, script: Segment, decision: Decision) -> None:
         """Do what the plan says for the step that the cursor is at. The script is over if another rank came off it."""
@@ -626,7 +640,10 @@ class PartitionedParameterCoordinator:
         if self._peers is None:
             raise error
         node = step.node if step is not None else (self._open[-1].node.index if self._open else -1)
-        message = Message(Point.BACKWARD if _in_backward() else Point.FORWARD, node, pass_number=self._pass_number)
+        point = Point.BACKWARD if _in_backward() else Point.FORWARD
+        if step is not None and step.event is Event.START:
+            point = Point.START
+        message = Message(point, node, pass_number=self._pass_number)
         failure = self._peers.missing(message, self._names, error)
         if self.gatherer.connection is None:
             # The partition group may still hold a part of this gather: nothing after it could be trusted.
@@ -635,15 +652,16 @@ class PartitionedParameterCoordinator:
 
     # -- by rounds --
 
-    def _meet(self, point: Point, number: int, step: Optional[Step], node: Optional[Node] = None) -> None:
-        """Go on when the other ranks are ready for it, and make whole what ``node`` needs."""
+    def _meet(self, point: Point, number: int, place: Optional[Place], node: Optional[Node] = None) -> None:
+        """Go on when the other ranks are ready for it, and make whole what ``node`` needs. From ``place`` on, a script
+        may lead."""
         wanted = node.params if node is not None else self._persistent if point is Point.START else ()
         if self._peers is None:
             self._fetch_alone(wanted, number)
-            self._follow(self._propose(step))
+            self._follow(self._propose(place), point)
             return
         while True:
-            proposal = self._propose(step) if self._script is None else EMPTY_SEGMENT
+            proposal = self._propose(place) if self._script is None else EMPTY_SEGMENT
             message = self._message(point, number, bool(self.gatherer.missing(wanted)), proposal.fingerprint)
             messages = self._peers.exchange(message, self._names)
             resolution = resolve(messages, self._unsteady)
@@ -661,7 +679,7 @@ class PartitionedParameterCoordinator:
             if mine:
                 break
         if resolution.agreed and resolution.same_plan:
-            self._follow(proposal)
+            self._follow(proposal, point)
 
     def _message(self, point: Point, number: int, needs: bool, plan: int) -> Message:
         gradients = self.gradients
@@ -675,10 +693,9 @@ class PartitionedParameterCoordinator:
             pass_number=self._pass_number,
         )
 
-    def _propose(self, step: Optional[Step]) -> Segment:
-        """What this rank would follow from ``step`` on, which the trace has just been told."""
-        place = self._trace.place
-        if step is None or place is None:
+    def _propose(self, place: Optional[Place]) -> Segment:
+        """What this rank would follow from ``place`` on."""
+        if place is None:
             return EMPTY_SEGMENT
         held = tuple(sorted(p for p, count in self._holds.items() if p in self.gatherer.whole for _ in range(count)))
         idle = tuple(sorted(p for p in self.gatherer.whole if p not in self._holds))
@@ -695,13 +712,14 @@ class PartitionedParameterCoordinator:
             known = self._segments[key] = (place.path, segment)
         return known[1]
 
-    def _follow(self, segment: Segment) -> None:
+    def _follow(self, segment: Segment, point: Point) -> None:
         if segment.decisions:
             for node, numel in segment.over_budget:
                 self._warn_over_budget(node, numel)
             self._script = segment
             self._cursor = 0
-            self._carry_out(segment, segment.decisions[0])
+            if point is not Point.END:
+                self._carry_out(segment, segment.decisions[0])
 
     def _part(self, unsteady: Iterable[int], wanted: Collection[int]) -> None:
         """Ranks stand apart: no script holds, and what is whole by chance is no common ground."""

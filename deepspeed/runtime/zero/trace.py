@@ -111,8 +111,17 @@ class Trace:
         """A new pass begins with ``start``; the one before it is over and becomes a known path."""
         self._keep_recorded()
         self._recorded = [start]
-        self._path = self._expected_path(start)
+        self._path = _expected_path(self._history, self.max_passes_of_context, start)
         self._index = 0
+
+    @property
+    def next_pass(self) -> Optional[Place]:
+        """Where the next pass will begin if this one is over; None if it is not a path that is known."""
+        this = self._paths.get(tuple(self._recorded))
+        if this is None:
+            return None
+        path = _expected_path([*self._history, this], self.max_passes_of_context)
+        return Place(path, 0) if path is not None else None
 
     def abandon(self) -> None:
         """The pass under way ended in an exception: what it did is no path to expect again."""
@@ -167,28 +176,6 @@ class Trace:
         self._history.append(self._paths[steps])
         del self._history[: -self.max_history]
 
-    def _expected_path(self, start: Step) -> Optional[Path]:
-        """The path that was taken when the passes before were most like the last ones."""
-        history = self._history
-        best: Optional[Path] = None
-        best_context = -1
-        for index in range(len(history) - 1, -1, -1):
-            path = history[index]
-            if path is best or path.steps[0] != start:
-                continue
-            context = self._common_passes(index)
-            if context > best_context:
-                best, best_context = path, context
-        return best
-
-    def _common_passes(self, index: int) -> int:
-        history = self._history
-        longest = min(index, self.max_passes_of_context)
-        for back in range(1, longest + 1):
-            if history[index - back] is not history[-back]:
-                return back - 1
-        return longest
-
     def _find(self, step: Step) -> Optional[Place]:
         return self._on_same_prefix(step) or self._further_on(step) or self._elsewhere(step)
 
@@ -225,3 +212,25 @@ class Trace:
             if path.steps[index - back] != self._recorded[-back]:
                 return back - 1
         return longest
+
+
+def _expected_path(history: Sequence[Path], max_context: int, start: Optional[Step] = None) -> Optional[Path]:
+    """The path that was taken when the passes before were most like the last ones (of those that begin so)."""
+    best: Optional[Path] = None
+    best_context = -1
+    for index in range(len(history) - 1, -1, -1):
+        path = history[index]
+        if path is best or (start is not None and path.steps[0] != start):
+            continue
+        context = _common_passes(history, index, max_context)
+        if context > best_context:
+            best, best_context = path, context
+    return best
+
+
+def _common_passes(history: Sequence[Path], index: int, max_context: int) -> int:
+    longest = min(index, max_context)
+    for back in range(1, longest + 1):
+        if history[index - back] is not history[-back]:
+            return back - 1
+    return longest
