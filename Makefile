@@ -94,8 +94,6 @@ test: $(VENV)/.fork ## run the suite
 	$(PY) -m pytest tests
 
 test-slow: $(VENV)/.fork ## run the suite with what takes too long for every change
-	@[ -e /usr/include/libaio.h ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq libaio-dev; } || \
-	  { echo "error: the async_io op needs the headers of libaio; run: sudo apt-get install libaio-dev" >&2; exit 1; }
 	$(PY) -m pytest tests --run-slow
 
 lint: $(VENV)/.dependencies ## ruff and mypy
