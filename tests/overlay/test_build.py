@@ -254,3 +254,21 @@ def test_an_op_can_be_compiled_with_the_wheel(archive: Path, tmp_path: Path) -> 
     pip(*BUILD, tmp_path, ROOT, DS_BUILD_SHM_COMM="1", DEEPSPEED_BASE_SDIST=str(archive))
     compiled = [name for name in only_wheel(tmp_path).namelist() if name.endswith(".so")]
     assert any("deepspeed_shm_comm_op" in name for name in compiled)
+
+
+@pytest.mark.slow
+def test_the_io_op_of_a_wheel_needs_no_compiler(archive: Path, tmp_path: Path) -> None:
+    pip(*BUILD, tmp_path, ROOT, DS_BUILD_AIO="1", DEEPSPEED_BASE_SDIST=str(archive))
+    only_wheel(tmp_path).extractall(tmp_path / "installed")
+    show = (
+        "from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder\n"
+        "for builder in AsyncIOBuilder(), PinMemoryBuilder():\n"
+        "    print(builder.is_compatible(), builder.load()._library.path.name)\n"
+    )
+    # Without site-packages' .pth files, which lead to an editable install.
+    site = subprocess.check_output(
+        [sys.executable, "-c", "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"], text=True
+    ).strip()
+    settings = {"PYTHONPATH": f"{tmp_path / 'installed'}:{site}", "CXX": "none", "RANK": "0", "DS_ACCELERATOR": "cpu"}
+    printed = subprocess.check_output([sys.executable, "-S", "-c", show], env={**os.environ, **settings}, text=True)
+    assert [line.split(".")[0] for line in printed.splitlines()] == ["True async_io_op", "True pin_memory_op"]

@@ -134,6 +134,8 @@ def test_memory_without_order_is_refused(handle, tmp_path: Path) -> None:
         handle.sync_pwrite(torch.empty(3, device="meta"), tmp_path / "file")
     with pytest.raises(ValueError, match="file offset: expected 0 or more, got -1"):
         handle.sync_pwrite(torch.zeros(4), tmp_path / "file", -1)
+    with pytest.raises(ValueError, match="no file has 16 bytes at offset 9223372036854775807"):
+        handle.sync_pwrite(torch.zeros(4), tmp_path / "file", 2**63 - 1)
     assert not (tmp_path / "file").exists()
 
 

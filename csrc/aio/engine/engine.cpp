@@ -268,6 +268,8 @@ void Engine::start(unsigned n_workers, Backend backend)
 
 void Engine::stop()
 {
+    std::vector<std::thread> threads;
+    std::vector<std::unique_ptr<RingWorker>> rings;
     {
         std::unique_lock<std::mutex> lock(mutex_);
         is_held_ = false;
@@ -275,10 +277,11 @@ void Engine::stop()
         done_.wait(lock, [this] { return n_unfinished_ == 0; });
         is_stopping_ = true;
         wake(UINT64_MAX);
+        // Whoever stops it at the same time finds nothing left to do.
+        threads.swap(threads_);
+        rings.swap(rings_);
     }
-    for (std::thread& thread : threads_) { thread.join(); }
-    threads_.clear();
-    rings_.clear();
+    for (std::thread& thread : threads) { thread.join(); }
 }
 
 void Engine::wake(uint64_t n_blocks)

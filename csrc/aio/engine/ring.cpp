@@ -111,7 +111,6 @@ Ring::Ring(unsigned n_entries)
         throw;
     }
     void* base = rings_.address;
-    n_entries_ = parameters.n_submission_entries;
     submission_head_ = at<unsigned>(base, parameters.submission.head);
     submission_tail_ = at<unsigned>(base, parameters.submission.tail);
     submission_mask_ = *at<unsigned>(base, parameters.submission.mask);
@@ -151,11 +150,6 @@ void Ring::require_opcodes()
     for (const unsigned opcode : {kOpRead, kOpWrite}) {
         if (opcode > probe.last_opcode || !(probe.operations[opcode].flags & 1)) { throw SystemError(ENOSYS); }
     }
-}
-
-bool Ring::has_room() const
-{
-    return prepared_tail_ - __atomic_load_n(submission_head_, __ATOMIC_ACQUIRE) < n_entries_;
 }
 
 void Ring::prepare_transfer(bool is_write, int fd, void* address, uint32_t n_bytes, uint64_t offset, uint64_t tag)

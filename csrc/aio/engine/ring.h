@@ -22,8 +22,7 @@ class Ring {
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // Whether there is room for another prepared entry.
-    bool has_room() const;
+    // No more may be prepared or under way at once than the ring was made for.
     void prepare_transfer(bool is_write, int fd, void* address, uint32_t n_bytes, uint64_t offset, uint64_t tag);
 
     // Hands over what was prepared and waits until at least this many have completed. Returns 0 or -errno; what the
@@ -42,7 +41,6 @@ class Ring {
     void require_opcodes();
 
     int fd_ = -1;
-    unsigned n_entries_ = 0;
     unsigned prepared_tail_ = 0;  // entries up to here are written; the kernel learns of them in enter()
     Mapping rings_;
     Mapping entries_;

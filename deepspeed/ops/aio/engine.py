@@ -28,6 +28,9 @@ from .once import is_first_time
 BACKEND_VARIABLE = "DS_AIO_BACKEND"
 # A thread that waits looks up this often, so that Ctrl-C is heard.
 _SLICE_S = 0.5
+_MOST_FILE_BYTES = 2**63 - 1
+_MOST_BLOCK_BYTES = 2**30  # the kernel cuts longer transfers short
+_MOST_QUEUE_DEPTH = 4096
 
 FilePath = Union[str, "os.PathLike[str]"]
 Memory = Union[torch.Tensor, Tuple[int, int]]  # a tensor, or an address and a number of bytes
@@ -238,7 +241,9 @@ class IOEngine:
         self._in_flight: Dict[int, object] = {}  # what each request's memory belongs to
         self._abandoned: List[Tuple[int, str]] = []
         self._requests: weakref.WeakValueDictionary[int, IORequest] = weakref.WeakValueDictionary()
-        self._pointer = library.open_engine(block_bytes, queue_depth, n_threads, Backend.named(backend))
+        self._pointer = library.open_engine(
+            min(block_bytes, _MOST_BLOCK_BYTES), min(queue_depth, _MOST_QUEUE_DEPTH), n_threads, Backend.named(backend)
+        )
         # The memory of what is in flight hangs on the arguments. Not at exit, when other threads may still wait here.
         self._finalizer = weakref.finalize(self, _close, library, self._pointer, self._in_flight)
         self._finalizer.atexit = False
@@ -341,6 +346,8 @@ class IOEngine:
         if file_offset < 0:
             raise ValueError(f"file offset: expected 0 or more, got {file_offset}")
         address, n_bytes, owner, device_target = _memory_of(memory, is_write)
+        if file_offset + n_bytes > _MOST_FILE_BYTES:
+            raise ValueError(f"no file has {n_bytes} bytes at offset {file_offset}")
         if not isinstance(file, IOFile):
             with IOFile(self._library, file, "w" if is_write else "r") as opened:
                 return self._begin(is_write, opened, file_offset, address, n_bytes, owner, device_target)
