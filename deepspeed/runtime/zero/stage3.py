@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
+from deepspeed.runtime.zero.gather import is_on_disk
 from deepspeed.runtime.zero.lockstep import GradientAgreement
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
@@ -102,6 +103,36 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         with self._all_agreed():
             super().independent_gradient_partition_epilogue()
         self._new_in_backward.clear()
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        """Load a checkpoint.
+
+        The base gives the new values to flat buffers in memory, which sub-groups on NVMe have none of: they get one for
+        as long as that takes, and go to disk again.
+        """
+        flats = self.fp16_partitioned_groups_flat
+        on_disk = [number for number, flat in enumerate(flats) if flat is None]
+        in_memory = {
+            param: param.ds_tensor.data
+            for number in on_disk
+            for param in self.fp16_groups[number]
+            if not is_on_disk(param)
+        }
+        for number in on_disk:
+            flats[number] = torch.zeros(self.fp16_partitioned_groups_flat_numel[number], dtype=self.dtype)
+        try:
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+        finally:
+            for number in on_disk:
+                flats[number] = None
+            for param, data in in_memory.items():
+                param.ds_tensor.data = data
+        for number in on_disk:
+            if self.fp32_partitioned_groups_flat[number].numel():  # Else the optimizer's swapper has written them.
+                self._partitioned_params_swap_out(number)
+            for param in self.fp16_groups[number]:
+                if param not in in_memory:
+                    param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Add to what earlier backwards of this step left; replace what is older."""
