@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
+import psutil
 import pytest
 
 pytest.importorskip("fcntl")
@@ -79,6 +80,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+    # ninja gives each compiler a process group of its own, so a stuck one has outlived its session.
+    for left in psutil.process_iter(["cmdline"]):
+        if any(str(tmp_path) in part for part in left.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
 
 
 def stuck_compiler(folder: Path, calls_with: str = "-c") -> tuple[str, Path, Path]:
