@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +20,20 @@ class Traffic:
     received_bytes: int = 0
 
     def __post_init__(self) -> None:
-        backend = deepspeed_comm.cdb
-        gather = backend.all_gather_into_tensor
+        self._count(deepspeed_comm.cdb)
+        with contextlib.suppress(ModuleNotFoundError):
+            # The fork's, between CPUs.
+            self._count(importlib.import_module("deepspeed.runtime.zero.pairwise"))
+
+    def _count(self, owner: Any) -> None:
+        gather = owner.all_gather_into_tensor
 
         def counted(output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.gathers += 1
             self.received_bytes += output_tensor.numel() * output_tensor.element_size()
             return gather(output_tensor, *args, **kwargs)
 
-        backend.all_gather_into_tensor = counted
+        owner.all_gather_into_tensor = counted
 
 
 class LivePeak:
