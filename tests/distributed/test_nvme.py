@@ -209,7 +209,7 @@ def test_training_with_a_host_cache_reads_no_old_weights(shared_dir: Path, world
 
 
 @distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+@pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
 def test_training(shared_dir: Path, optimizer: str) -> None:
     twins = Twins(seeded(Stack), nvme_config(shared_dir, lr=LR, optimizer=optimizer))
     swap_files(shared_dir)
