@@ -20,7 +20,6 @@ class HeapTrimmer:
 
     after_bytes: int = TRIM_AFTER_BYTES
     freed_bytes: int = 0
-    trims: int = 0
 
     def __post_init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -30,5 +29,4 @@ class HeapTrimmer:
         self.freed_bytes += n_bytes
         if self.freed_bytes >= self.after_bytes and self._trim is not None:
             self.freed_bytes = 0
-            self.trims += 1
             self._trim(0)

@@ -11,14 +11,14 @@ import enum
 import errno
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Optional, Protocol
 
 import torch
 from deepspeed.runtime.swap_tensor.chunk_pool import PAGE_BYTES, ChunkPool, Extent, Job, extents_of
-from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder, file_system_of
+from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs")
 """Here a file's time of change is what this machine says, at once."""
@@ -108,11 +108,9 @@ class NvmeTier:
     pool: ChunkPool
     file_alignment_bytes: int = PAGE_BYTES
     checksums: bool = False
-    written_bytes: int = 0
-    read_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._compares_time = file_system_of(self.folder.path) in LOCAL_FILE_SYSTEMS
+        self._compares_time = self.folder.file_system in LOCAL_FILE_SYSTEMS
 
     def add(self, number: int, name: str, numel: int, dtype: torch.dtype) -> StoredPartition:
         """A partition that has not been written yet."""
@@ -137,7 +135,6 @@ class NvmeTier:
                 partition.state = State.ABSENT
             raise self._explain(partition, error, "write") from error
         partition.state = State.STORED
-        self.written_bytes += partition.n_bytes
 
     def read(self, partition: StoredPartition, destination: torch.Tensor) -> Read:
         """Start reading into ``destination``, ``(numel,)`` of any dtype and on any device.
@@ -153,7 +150,6 @@ class NvmeTier:
             self._check(partition)
         except OSError as error:
             raise self._explain(partition, error, "read") from error
-        self.read_bytes += partition.n_bytes
         return Read(self, partition, destination)
 
     def close(self) -> None:
@@ -233,6 +229,18 @@ class NvmeTier:
             f"could not {verb} {partition.name} ({partition.n_bytes:,} bytes; {free:,} bytes are free there): {reason}",
             partition.path,
         )
+
+
+def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
+    """Call each, then raise the first OSError, if there was one: nothing is in flight when this returns or raises."""
+    failure: Optional[OSError] = None
+    for wait in waits:
+        try:
+            wait()
+        except OSError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 class Read:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
@@ -28,7 +29,7 @@ from deepspeed.runtime.swap_tensor.constants import (
 )
 from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.swap_tensor.host_cache import HostCache
-from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, Read, StoredPartition
+from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, Read, StoredPartition, wait_for_all
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES, MIN_AIO_BYTES
 from deepspeed.utils.logging import logger
@@ -270,14 +271,7 @@ class AsyncPartitionedParameterSwapper:
         Raises:
             OSError: of the first one that could not be read; the others have arrived.
         """
-        failure: Optional[OSError] = None
-        for param in params:
-            try:
-                self._arrive(param)
-            except OSError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        wait_for_all(partial(self._arrive, param) for param in params)
 
     def make_room_for_update(self, param: Parameter) -> None:
         """Have ``ds_tensor``, which has nothing in memory, ready to take a part of the new ``param.data``."""

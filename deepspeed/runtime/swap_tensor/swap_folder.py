@@ -53,7 +53,14 @@ class SwapFolder:
             ) from error
         # Runs when the object is collected and when the interpreter ends; once.
         self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
-        self._say_if_in_memory()
+        self.file_system = file_system_of(self.path)
+        """Its type, such as ``ext4``; empty if it cannot be told."""
+        if self.file_system in MEMORY_FILE_SYSTEMS:
+            logger.warning(
+                "ZeRO: swap files go to %s, which is a %s: that is host memory, not a disk.",
+                self.path,
+                self.file_system,
+            )
 
     def remove(self) -> None:
         """Delete the folder with everything in it. Safe to call twice."""
@@ -62,13 +69,6 @@ class SwapFolder:
     def free_bytes(self) -> int:
         """What is left on the file system for this process."""
         return shutil.disk_usage(self.path).free
-
-    def _say_if_in_memory(self) -> None:
-        kind = file_system_of(self.path)
-        if kind in MEMORY_FILE_SYSTEMS:
-            logger.warning(
-                "ZeRO: swap files go to %s, which is a %s: that is host memory, not a disk.", self.path, kind
-            )
 
 
 def remove_leftovers(parent: Path) -> list[Path]:

@@ -25,6 +25,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.chunk_pool import aligned_bytes
+from deepspeed.runtime.swap_tensor.nvme_tier import wait_for_all
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus, Pending
 from deepspeed.runtime.torch_autocast import has_comm_dtype
 from deepspeed.runtime.zero import pairwise
@@ -286,14 +287,7 @@ class Gatherer:
         """Wait for them. Shards go to the other ranks; if they could not be read, word of that does."""
         if collective.on_disk:
             self._send_what_was_read(collective)
-        failure: Optional[OSError] = None
-        for _, _, read in collective.reads:
-            try:
-                read.wait()
-            except OSError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        wait_for_all(read.wait for _, _, read in collective.reads)
         for index, whole, _ in collective.reads:
             self._adopt(index, whole)
 
