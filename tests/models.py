@@ -129,8 +129,13 @@ def token_ids(seed: int, batch: int = 2, length: int = 8) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
 
 
-def zero3_config(*, offload: str = "none", lr: float | None = None, **zero_options: Any) -> dict[str, Any]:
+def zero3_config(
+    *, offload: str = "none", lr: float | None = None, gather: str = "collective", **zero_options: Any
+) -> dict[str, Any]:
     """A ds_config that makes partitioning real for tiny models: no persistent parameters, small prefetch bucket.
+
+    Ranks ``gather`` parameters together unless told otherwise: by default they read each other's partitions here, and
+    most of what there is to go wrong would never run.
 
     ``offload`` is ``none`` or ``cpu``; ``lr`` adds DeepSpeed's own wrapping of ``torch.optim.AdamW``.
     """
@@ -143,6 +148,7 @@ def zero3_config(*, offload: str = "none", lr: float | None = None, **zero_optio
         "stage3_max_live_parameters": 20_000,
         "stage3_max_reuse_distance": 20_000,
         "reduce_bucket_size": 5_000,
+        "stage3_gather": gather,
     }
     if offload == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}

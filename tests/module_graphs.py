@@ -27,6 +27,7 @@ RANKS = 2
 """Each step says what up to this many ranks do."""
 FLAGS = 2
 """Branches choose by one of so many flags of the step."""
+GATHER_MODES = ("collective", "auto")
 MAX_ROUTES = 3
 MAX_CHILDREN = 3
 MAX_FAN_OUT = 2 * MAX_CHILDREN
@@ -290,6 +291,8 @@ class Program:
     """AdamW, which moves parameters whose gradient is zero; otherwise SGD, whose steps are as large as the
     gradients."""
     steps: tuple[Step, ...] = (Step(),)
+    gather: str = "collective"
+    """``stage3_gather``."""
 
     def __post_init__(self) -> None:
         for number, spec in enumerate(self.modules):
@@ -622,7 +625,7 @@ def programs(draw: st.DrawFn, scope: Scope = EVERYTHING) -> Program:
     budgets = draw(_budgets(scope, leaves=any(spec.leaf for spec in modules)))
     way = draw(_situations(scope)) if scope.one_way else None
     steps = draw(st.lists(_steps(scope, len(modules), way), min_size=1, max_size=5))
-    return Program(modules, budgets, draw(st.booleans()), tuple(steps))
+    return Program(modules, budgets, draw(st.booleans()), tuple(steps), draw(st.sampled_from(GATHER_MODES)))
 
 
 @st.composite

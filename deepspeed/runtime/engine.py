@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from . import _base_engine
 from ._base_engine import *  # noqa: F401,F403
@@ -25,6 +27,12 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
     def _forward_epilogue(self) -> None:
         with self._no_walk():
             super()._forward_epilogue()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """See the base's. Other ranks of the node that read this one's partitions see all of it, or nothing."""
+        offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+        with offload.updating() if isinstance(offload, DeepSpeedZeRoOffload) else nullcontext():
+            return super().load_checkpoint(*args, **kwargs)
 
     def destroy(self) -> None:
         """Take the engine's hooks off the model too: they kept engine and model alive."""

@@ -204,7 +204,7 @@ def test_found(rank_pools: RankPools, world_size: int, name: str) -> None:
 # -- what runs on each rank --
 
 
-def ds_config(budgets: Budgets, model: GraphModel) -> dict[str, Any]:
+def ds_config(budgets: Budgets, gather: str, model: GraphModel) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": budgets.accumulation,
@@ -217,6 +217,7 @@ def ds_config(budgets: Budgets, model: GraphModel) -> dict[str, Any]:
             "stage3_max_reuse_distance": budgets.reuse_distance_numel,
             "stage3_param_persistence_threshold": budgets.persistence_threshold_numel,
             "stage3_lockstep_timeout_s": LOCKSTEP_TIMEOUT_S,
+            "stage3_gather": gather,
             "reduce_bucket_size": budgets.reduce_bucket_numel,
         },
     }
@@ -309,7 +310,7 @@ class ShardedTwin:
         budgets = program.budgets
         self._required_numel = required_numel(model, budgets.persistence_threshold_numel)
         self._max_live_numel = budgets.max_live_numel(model)
-        config = ds_config(budgets, model)
+        config = ds_config(budgets, program.gather, model)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_for(program, model), config=config)
         self._control = self.engine.module.control
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from tests.harness import RankRaised, Symptom, distributed, known_fault
+from tests.harness import distributed
 from tests.models import build, token_ids, zero3_config
 
 NEW_TOKENS = 4
@@ -27,9 +27,6 @@ HANG_TIMEOUT_S = 8.0
 """Several times what the test needs when nobody waits for anybody."""
 
 LOCKSTEP_TIMEOUT_S = 2.0
-
-CAME_APART = Symptom(RankRaised, match="the ranks of a ZeRO-3 engine came apart")
-"""A forward needs all ranks: those that wait are told so, but do not get their tokens."""
 
 
 class Generation:
@@ -39,7 +36,7 @@ class Generation:
         self.plain = build("llama")
         engine, *_ = deepspeed.initialize(
             model=copy.deepcopy(self.plain),
-            config=zero3_config(offload=offload, stage3_lockstep_timeout_s=LOCKSTEP_TIMEOUT_S),
+            config=zero3_config(gather="auto", offload=offload, stage3_lockstep_timeout_s=LOCKSTEP_TIMEOUT_S),
         )
         engine.eval()
         self.model: PreTrainedModel = engine.module
@@ -55,12 +52,11 @@ class Generation:
 @contextlib.contextmanager
 def transformers_knows_of_zero3() -> Iterator[None]:
     """While the object lives, ``generate`` keeps ranks that are done in step with the others."""
-    config = HfDeepSpeedConfig(zero3_config())
+    config = HfDeepSpeedConfig(zero3_config(gather="auto"))
     yield
     del config
 
 
-@known_fault("R-generate-stuck (a): the others cannot go on without a rank that comes late", CAME_APART)
 @distributed(world_size=2, timeout_s=HANG_TIMEOUT_S)
 @pytest.mark.parametrize(("offload", "options"), [("none", {}), ("cpu", {"synced_gpus": False})])
 def test_rank_that_comes_late(rank: int, offload: str, options: dict[str, Any]) -> None:
@@ -73,7 +69,6 @@ def test_rank_that_comes_late(rank: int, offload: str, options: dict[str, Any]) 
         store.set("rank 0 is done", "")
 
 
-@known_fault("R-generate-stuck (b): the rank with more prompts waits for the one that is done", CAME_APART)
 @distributed(world_size=2, timeout_s=HANG_TIMEOUT_S)
 @pytest.mark.parametrize("barrier", [False, True], ids=["", "barrier"])
 def test_three_prompts_against_five(rank: int, barrier: bool) -> None:
@@ -84,10 +79,6 @@ def test_three_prompts_against_five(rank: int, barrier: bool) -> None:
         torch.distributed.barrier()
 
 
-@known_fault(
-    "R-generate-stuck (c): the others fail when a rank exits",
-    CAME_APART,
-)
 @distributed(world_size=3, timeout_s=HANG_TIMEOUT_S, mortal_ranks=(1,))
 def test_rank_that_exits(rank: int) -> None:
     generation = Generation()
@@ -97,7 +88,6 @@ def test_rank_that_exits(rank: int) -> None:
     generation.check(prompt=10 + rank)
 
 
-@known_fault("R-generate-stuck (c): the others wait for a rank that raised and was not to go on", CAME_APART)
 @distributed(world_size=2, timeout_s=HANG_TIMEOUT_S)
 def test_rank_that_raises(rank: int) -> None:
     generation = Generation()
@@ -107,7 +97,6 @@ def test_rank_that_raises(rank: int) -> None:
         generation.check(prompt=rank)
 
 
-@known_fault("R-generate-stuck (d), C07: ranks that generate more wait for the one that is done", CAME_APART)
 @distributed(world_size=2, timeout_s=HANG_TIMEOUT_S)
 def test_outputs_of_different_lengths(rank: int) -> None:
     Generation().check(prompt=rank, new_tokens=(4, 9)[rank])

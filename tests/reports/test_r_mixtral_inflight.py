@@ -42,7 +42,7 @@ WEIGHTS = Tolerance(rtol=1e-4, atol=LR / 100)
 
 
 def engine_for(model: nn.Module, config: dict[str, Any] | None = None) -> deepspeed.DeepSpeedEngine:
-    engine, *_ = deepspeed.initialize(model=copy.deepcopy(model), config=config or zero3_config(lr=LR))
+    engine, *_ = deepspeed.initialize(model=copy.deepcopy(model), config=config or zero3_config(gather="auto", lr=LR))
     return engine
 
 
@@ -56,7 +56,7 @@ def mean_square(model: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
 @distributed(world_size=(1, 2))
 def test_mixtral_generates_as_plain(rank: int) -> None:
     plain = build("mixtral")
-    engine = engine_for(plain, zero3_config(offload="cpu"))
+    engine = engine_for(plain, zero3_config(gather="auto", offload="cpu"))
     engine.eval()
     for prompt in range(3):
         ids = token_ids(seed=10 * rank + prompt, batch=1)
@@ -112,7 +112,7 @@ def forwards_when_ranks_route_differently(rank: int, from_step: int, leaf: bool 
     model = copy.deepcopy(plain)
     if leaf:
         deepspeed.utils.set_z3_leaf_modules(model, [RoutedBlock])
-    engine, *_ = deepspeed.initialize(model=model, config=zero3_config())
+    engine, *_ = deepspeed.initialize(model=model, config=zero3_config(gather="auto"))
     engine.eval()
     for step in range(from_step + TRAIN_STEPS):
         chosen = ((0, 1), (2, 3))[rank] if step >= from_step else (0, 1, 2, 3)
@@ -129,7 +129,7 @@ def training_when_ranks_route_differently(rank: int, world_size: int, from_step:
     model = copy.deepcopy(plain)
     if leaf:
         deepspeed.utils.set_z3_leaf_modules(model, [RoutedBlock])
-    engine, *_ = deepspeed.initialize(model=model, config=zero3_config(lr=LR))
+    engine, *_ = deepspeed.initialize(model=model, config=zero3_config(gather="auto", lr=LR))
     trainer = PlainTrainer(plain, lr=LR)
 
     def plain_loss(step: int, of_rank: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Stack(nn.Module):
 
 def nvme_config(path: Path, **options: Any) -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": str(path), "pin_memory": False, "max_in_cpu": 0, **options}
-    return zero3_config(offload_param=offload)
+    return zero3_config(gather="auto", offload_param=offload)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

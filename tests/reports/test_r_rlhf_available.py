@@ -69,7 +69,7 @@ class Trained:
 
     @classmethod
     def of(cls, model: nn.Module, loss_of: Callable[..., torch.Tensor], accumulation: int = 1) -> Trained:
-        config = {**zero3_config(lr=LR), "gradient_accumulation_steps": accumulation}
+        config = {**zero3_config(gather="auto", lr=LR), "gradient_accumulation_steps": accumulation}
         engine, *_ = deepspeed.initialize(model=copy.deepcopy(model), config=config)
         return cls(engine, PlainTrainer(model, lr=LR), loss_of, accumulation)
 
@@ -190,7 +190,9 @@ class TwoLosses(nn.Module):
 
 
 def small_engine(model: nn.Module, **config: Any) -> deepspeed.DeepSpeedEngine:
-    engine, *_ = deepspeed.initialize(model=copy.deepcopy(model), config={**zero3_config(lr=LR), **config})
+    engine, *_ = deepspeed.initialize(
+        model=copy.deepcopy(model), config={**zero3_config(gather="auto", lr=LR), **config}
+    )
     return engine
 
 

@@ -7,6 +7,7 @@ parameter itself; so there is no parameter that is too large and no number of pa
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,25 @@ class _ReadToCache:
 
 
 @dataclass
+class _Several:
+    """Reads that belong together."""
+
+    reads: Sequence[Pending]
+
+    def wait(self) -> None:
+        wait_for_all(read.wait for read in self.reads)
+
+
+class Exchanger(Protocol):
+    """The other ranks (`Peers` is one)."""
+
+    rank: int
+
+    def exchange_objects(self, mine: Any) -> list[Any]:
+        """Each rank's object, in rank order."""
+
+
+@dataclass
 class _Arrival:
     """A partition that is being read."""
 
@@ -132,6 +152,10 @@ class AsyncPartitionedParameterSwapper:
         self.cache = HostCache(int(self.swap_config.max_in_cpu))
         self._partitions: dict[int, StoredPartition] = {}
         self._arrivals: dict[int, _Arrival] = {}
+        self._everyones: list[dict[int, StoredPartition]] = []
+        """The partitions of each rank, if others than this one's can be read."""
+        self._rank = 0
+        """This rank's place in it."""
         logger.info(
             "ZeRO: parameters of at least %d bytes a rank go to %s, through %d chunks of %d bytes.",
             self.min_aio_bytes,
@@ -264,6 +288,40 @@ class AsyncPartitionedParameterSwapper:
             buffer = aligned_bytes(partition.n_bytes).view(partition.dtype)
             return _ReadToCache(self.tier.read(partition, buffer), buffer, destination, param.ds_id, self.cache)
         return self.tier.read(partition, destination)
+
+    def publish(self, peers: Exchanger) -> None:
+        """Tell the other ranks where this one's partitions are, and learn where theirs are. A collective.
+
+        From then on the files of each stay until the last rank has closed its swapper.
+        """
+        told = peers.exchange_objects((self.tier.folder.path, self._partitions))
+        self._rank = peers.rank
+        self._everyones = [partitions for _, partitions in told]
+        for folder, _ in told:
+            self.tier.folder.keep(folder)
+        # Nobody may go before all have taken hold of its files.
+        peers.exchange_objects(None)
+
+    def read_whole(self, param: Parameter, destination: torch.Tensor) -> Pending:
+        """Start reading the partitions of all ranks into ``destination``, ``(ranks * numel,)``.
+
+        Raises:
+            OSError: one was lost, or its file is not what was written.
+        """
+        if not self._everyones:
+            return self.read_into(param, destination)
+        reads: list[Pending] = []
+        try:
+            for rank, part in enumerate(destination.view(len(self._everyones), -1)):
+                if rank == self._rank:
+                    reads.append(self.read_into(param, part))
+                else:
+                    reads.append(self.tier.read(self._everyones[rank][param.ds_id], part))
+        except OSError:
+            with contextlib.suppress(OSError):
+                _Several(reads).wait()
+            raise
+        return _Several(reads)
 
     def finish_swap_in(self, params: Iterable[Parameter]) -> None:
         """Wait for the partitions of ``params`` that are `INFLIGHT`.

@@ -2,10 +2,10 @@
 
 [Note: who owns a swap folder]
 
-Several processes, engines and runs may be given one ``nvme_path``. Each takes a folder of its own there and holds an
-flock on a file beside it for as long as it lives, however it ends. Whoever can take the lock of a folder knows that
-its owner is dead, and removes it; so files of a run that was killed go when the next one starts, and those of one that
-lives are never touched.
+Several processes, engines and runs may be given one ``nvme_path``. Each takes a folder of its own there and holds a
+shared flock on a file beside it for as long as it lives, however it ends; so does each other rank that reads the files.
+Whoever can take the lock of a folder alone knows that nobody needs it any more, and removes it; so files of a run that
+was killed go when the next one starts, and those of one that lives are never touched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -42,7 +41,7 @@ class SwapFolder:
             parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(parent)
             self.path = parent / f"{name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            lock = _take_lock(_lock_of(self.path))
+            self._held = {self.path: _take_lock(_lock_of(self.path))}
             self.path.mkdir()
         except OSError as error:
             raise OSError(
@@ -52,7 +51,7 @@ class SwapFolder:
                 str(error.filename or parent),
             ) from error
         # Runs when the object is collected and when the interpreter ends; once.
-        self._remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        self._remove = weakref.finalize(self, _let_go_of_all, self._held, os.getpid())
         self.file_system = file_system_of(self.path)
         """Its type, such as ``ext4``; empty if it cannot be told."""
         if self.file_system in MEMORY_FILE_SYSTEMS:
@@ -62,8 +61,20 @@ class SwapFolder:
                 self.file_system,
             )
 
+    def keep(self, folder: Path) -> None:
+        """Have ``folder``, which is another rank's, stay as long as this one does, whatever becomes of its owner.
+
+        Raises:
+            OSError: it is gone already.
+        """
+        if folder not in self._held:
+            self._held[folder] = _take_lock(_lock_of(folder), create=False)
+
     def remove(self) -> None:
-        """Delete the folder with everything in it. Safe to call twice."""
+        """Delete the folder with everything in it, unless another rank keeps it: then that one does, as its last.
+
+        Safe to call twice.
+        """
         self._remove()
 
     def free_bytes(self) -> int:
@@ -75,12 +86,9 @@ def remove_leftovers(parent: Path) -> list[Path]:
     """Delete the folders whose owners are dead; returns them."""
     removed = []
     for lock_path in sorted(parent.glob(f"*{LOCK_SUFFIX}")):
-        with contextlib.suppress(OSError), _held_if_free(lock_path) as is_free:
-            if is_free:
-                folder = lock_path.with_name(lock_path.name.removesuffix(LOCK_SUFFIX))
-                shutil.rmtree(folder, ignore_errors=True)
-                lock_path.unlink(missing_ok=True)
-                removed.append(folder)
+        folder = lock_path.with_name(lock_path.name.removesuffix(LOCK_SUFFIX))
+        if _remove_if_free(folder):
+            removed.append(folder)
     if removed:
         logger.info("ZeRO: removed the swap files of %d runs that have ended below %s.", len(removed), parent)
     return removed
@@ -97,10 +105,10 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + LOCK_SUFFIX)
 
 
-def _take_lock(path: Path) -> int:
+def _take_lock(path: Path, create: bool = True) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
         # Someone who looked for leftovers may have taken it for one, between the two calls.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -108,23 +116,28 @@ def _take_lock(path: Path) -> int:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _held_if_free(path: Path) -> Iterator[bool]:
-    """Holds the lock if nobody else does."""
-    descriptor = os.open(path, os.O_RDWR)
+def _remove_if_free(folder: Path) -> bool:
+    """Delete ``folder`` if nobody holds its lock; whether that was so."""
+    lock_path = _lock_of(folder)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        descriptor = os.open(lock_path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+        lock_path.unlink(missing_ok=True)
+    except OSError:
+        return False
     finally:
         os.close(descriptor)
+    return True
 
 
-def _remove(folder: Path, lock: int, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # A process that was forked off shares the lock, but not the files.
-        shutil.rmtree(folder, ignore_errors=True)
-        _lock_of(folder).unlink(missing_ok=True)
-    os.close(lock)
+def _let_go_of_all(held: dict[Path, int], owner_pid: int) -> None:
+    """``held`` are folders and the descriptors of their locks."""
+    for folder, lock in held.items():
+        os.close(lock)
+        if os.getpid() == owner_pid:  # A process that was forked off shares the locks, but not the files.
+            _remove_if_free(folder)
+    held.clear()

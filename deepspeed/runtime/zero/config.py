@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.runtime.zero.gather_mode import GatherMode
 from deepspeed.runtime.zero.lockstep import DEFAULT_TIMEOUT_S
 from pydantic import Field
 
@@ -18,6 +19,12 @@ class DeepSpeedZeroConfig(_base_config.DeepSpeedZeroConfig):
     """
     How long a rank waits where it needs the others, in seconds. After that each rank that waits raises a
     `LockstepError` which says which rank is where.
+    """
+
+    stage3_gather: GatherMode = GatherMode.AUTO
+    """
+    ``node``: in passes without grad each rank reads the other ranks' partitions, so that it needs no other rank.
+    ``collective``: all ranks gather together. ``auto``: ``node`` where that is possible.
     """
 
 

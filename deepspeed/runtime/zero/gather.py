@@ -29,6 +29,7 @@ from deepspeed.runtime.swap_tensor.nvme_tier import wait_for_all
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus, Pending
 from deepspeed.runtime.torch_autocast import has_comm_dtype
 from deepspeed.runtime.zero import pairwise
+from deepspeed.runtime.zero.node_store import NodeStore
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
@@ -61,8 +62,10 @@ class Tier(enum.Enum):
 
     SHARDS = enum.auto()
     """This module's own collective over the partitions, which are in memory or on NVMe."""
+    NODE = enum.auto()
+    """Copied from where all ranks of the node keep their partitions."""
     DISK = enum.auto()
-    """Read from NVMe, where all of it is: no other rank has a part."""
+    """Read from NVMe: all of it is this rank's, or the other ranks' files can be read too."""
     BASE = enum.auto()
     """The base's path: quantized weights, secondary partitions, other dtypes on the wire."""
 
@@ -96,7 +99,7 @@ class Collective:
     failure: Optional[OSError] = None
     """Why they could not be read."""
     reads: list[tuple[int, torch.Tensor, Pending]] = field(default_factory=list)
-    """Whole parameters that come from NVMe, and where to."""
+    """Whole parameters that no other rank is needed for, and where to they come."""
     received: Optional[torch.Tensor] = None
     """``(ranks, slot bytes)`` uint8; None as long as no other rank takes part."""
     bystanders: dict[int, Optional[torch.Tensor]] = field(default_factory=dict)
@@ -117,9 +120,16 @@ def is_on_disk(param: Parameter) -> bool:
     )
 
 
-def _empty_like_partition(param: Parameter) -> torch.Tensor:
-    """``(numel,)`` where ``param`` is computed with, on the host so that it can be read to directly."""
-    numel = param.ds_tensor.ds_numel
+class _Copied:
+    """There is nothing to wait for, or the stream takes care of it."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+def _empty_for_all_partitions(param: Parameter) -> torch.Tensor:
+    """``(ranks * numel,)`` where ``param`` is computed with, on the host so that it can be read to directly."""
+    numel = param.ds_tensor.ds_numel * param.ds_zero_partition_world_size
     if torch.device(get_accelerator().current_device_name()).type == "cpu":
         return aligned_bytes(numel * param.dtype.itemsize).view(param.dtype)
     return torch.empty(numel, dtype=param.dtype, device=get_accelerator().current_device_name())
@@ -158,6 +168,8 @@ class Gatherer:
     stream: Any = None
     connection: Optional[Callable[[], torch.distributed.ProcessGroupGloo]] = None
     """Gives the group for gathers rank by rank; None for a collective of the partition group."""
+    store: Optional[NodeStore] = None
+    """Partitions in memory that can be read without their owners; those on NVMe can then too. None if they cannot."""
     statistics: Statistics = field(default_factory=Statistics)
     params: list[Parameter] = field(default_factory=list)
     """All parameters, by index."""
@@ -170,7 +182,7 @@ class Gatherer:
 
     def __post_init__(self) -> None:
         self._index: dict[int, int] = {}
-        self._tiers: dict[int, Tier] = {}
+        self._tiers: dict[tuple[int, bool], Tier] = {}
         self._placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def register(self, param: Parameter, name: str) -> int:
@@ -205,10 +217,12 @@ class Gatherer:
         fingerprint: int,
         flag: bool = False,
         adopt: Optional[Collection[int]] = None,
+        alone: bool = False,
     ) -> Collective:
         """Start gathering. A collective of the partition group, whatever is whole here already.
 
-        ``adopt`` is what this rank wants of it (all, if left out); for the rest it only helps the others.
+        ``adopt`` is what this rank wants of it (all, if left out); for the rest it only helps the others. If the rank
+        is ``alone``, it is no collective, but needs a `store` (or that there is one rank only).
 
         Raises:
             GatherFailed: another rank has ended.
@@ -223,15 +237,15 @@ class Gatherer:
         self._count_in(arriving)
         self.statistics.gathers += 1
         self.statistics.gathered_numel += sum(self.numel[p] for p in params)
-        tiers = {p: self.tier_of(self.params[p]) for p in params}
+        tiers = {p: self.tier_of(self.params[p], alone) for p in params}
         shards = tuple(p for p in params if tiers[p] is Tier.SHARDS)
         collective = Collective(tuple(params), fingerprint, arriving, work=[], shards=shards, flag=flag)
         try:
-            self._start_reads([p for p in params if tiers[p] is Tier.DISK], collective)
+            self._start_reads([p for p in params if tiers[p] in (Tier.NODE, Tier.DISK)], collective)
             others = [p for p in params if tiers[p] is Tier.BASE]
             if others:
                 self._start_base(others, collective)
-            if self.params[params[0]].ds_zero_partition_world_size > 1 and not collective.on_disk:
+            if self.params[params[0]].ds_zero_partition_world_size > 1 and not alone and not collective.on_disk:
                 self._start_shards(collective, fingerprint)
         except BaseException:
             self._abandon(collective)
@@ -267,12 +281,12 @@ class Gatherer:
         return flagged
 
     def _start_reads(self, whole: Sequence[int], collective: Collective) -> None:
-        """Begin to read what is on NVMe: parameters for this rank alone, and shards that all ranks wait for."""
+        """Begin to read parameters for this rank alone, and shards on NVMe that all ranks wait for."""
         for index in whole:
             if index in collective.arriving:
-                param = self.params[index]
-                into = _empty_like_partition(param)
-                collective.reads.append((index, into, param.nvme_swapper.read_into(param, into)))
+                with self._on_stream():
+                    into = _empty_for_all_partitions(self.params[index])
+                    collective.reads.append((index, into, self._start_read(index, into)))
         on_disk = [self.params[p] for p in collective.shards if is_on_disk(self.params[p])]
         collective.on_disk = tuple(on_disk)
         not_begun = [p for p in on_disk if p.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE]
@@ -282,6 +296,14 @@ class Gatherer:
             except OSError as error:
                 # The others have to be told, where they wait.
                 collective.failure = error
+
+    def _start_read(self, index: int, into: torch.Tensor) -> Pending:
+        if self.store is not None and index in self.store:
+            self.store.copy(index, into)
+            return _Copied()
+        swapper = self.params[index].nvme_swapper
+        whole: Pending = swapper.read_whole(self.params[index], into)
+        return whole
 
     def _finish_reads(self, collective: Collective) -> None:
         """Wait for them. Shards go to the other ranks; if they could not be read, word of that does."""
@@ -352,6 +374,12 @@ class Gatherer:
                 if not param.ds_persist:
                     self.whole[index] = None
 
+    def hand_over(self, index: int) -> None:
+        """Somebody else has ``index`` now, which is whole, and will partition it."""
+        if index in self.whole:
+            del self.whole[index]
+            self._count_out(index)
+
     def release(self, index: int) -> None:
         """Partition a parameter that nothing uses any more."""
         if index in self.unused:
@@ -377,18 +405,20 @@ class Gatherer:
         param.data = self._placeholder(param)
         param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
-    def tier_of(self, param: Parameter) -> Tier:
-        """Which way ``param`` goes; the same on all ranks."""
-        tier = self._tiers.get(id(param))
+    def tier_of(self, param: Parameter, alone: bool = False) -> Tier:
+        """Which way ``param`` goes, with all ranks or ``alone``; the same on all ranks."""
+        tier = self._tiers.get((id(param), alone))
         if tier is None:
-            tier = self._find_tier(param)
+            tier = self._find_tier(param, alone)
             if param.ds_zero_param_process_group is None and param.nvme_swapper is None and not self.quantizes:
                 # Without secondary partitions, NVMe and quantization it cannot change.
-                self._tiers[id(param)] = tier
+                self._tiers[id(param), alone] = tier
         return tier
 
-    def _find_tier(self, param: Parameter) -> Tier:
+    def _find_tier(self, param: Parameter, alone: bool) -> Tier:
         shard = param.ds_tensor
+        if alone and self.store is not None:
+            return Tier.NODE if self._index[id(param)] in self.store else Tier.DISK
         if (
             param.ds_secondary_tensor is not None
             or self.quantized_weights

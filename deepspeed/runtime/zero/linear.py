@@ -18,6 +18,6 @@ _torch_linear = torch._C._nn.linear
 
 def zero3_linear_wrap(input: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """``input @ weight.T + bias``, in the place of ``torch.nn.functional.linear``."""
-    if not torch.is_grad_enabled() or getattr(weight, "ds_always_whole", False):
+    if not torch.is_grad_enabled() or getattr(weight, "ds_resident", False):
         return _torch_linear(input, weight, bias)
     return _base_linear.zero3_linear_wrap(input, weight, bias)

@@ -31,18 +31,21 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
+import pickle
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import pairwise
+from deepspeed.runtime.zero.node_segment import Counter, NodeSegment
 
 PERSISTENT = -1
 """Stands for all persistent parameters where a module's number is expected: a pass begins by making them whole."""
@@ -54,6 +57,12 @@ GRACE_S = 2.0
 """How long a rank that gave up waits for the others to say where they are."""
 
 POLL_S = 0.05
+
+FIRST_PAUSES_S = (0.0,) * 20 + (5e-5,) * 200
+PAUSE_S = 1e-3
+"""How long a rank pauses between two looks at whether the others have come."""
+
+MEETINGS_BETWEEN_FAILURES = 2**40
 
 DIRECTIONS = (
     "All ranks have to make the same calls of forward, backward and step, the same number of times: look for a rank "
@@ -83,6 +92,12 @@ class Point(IntEnum):
     """It calls the optimizer."""
     END = 6
     """Its forward pass is over."""
+    UPDATE = 7
+    """It is about to change its partitions, outside of the optimizer's step."""
+    UPDATED = 8
+    """It has changed them, there or in the step."""
+    SETUP = 9
+    """It makes its engine."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +270,9 @@ class ModuleNames:
                 Point.LAST_REDUCE: "the end of its backward",
                 Point.STEP: "engine.step()",
                 Point.END: "the end of its forward pass",
+                Point.UPDATE: "a change of weights (GatheredParameters, load_state_dict, a checkpoint)",
+                Point.UPDATED: "the end of a change of weights",
+                Point.SETUP: "deepspeed.initialize",
             }[message.point]
         return f"{text}, pass {message.pass_number}"
 
@@ -279,6 +297,8 @@ class Peers:
         self.rank = self.ranks.index(torch.distributed.get_rank())
         """This rank's place in the group, which is how messages count ranks."""
         self.rounds = 0
+        self.segment: Optional[NodeSegment] = None
+        """Shows whether a rank that does not come is getting on; it is waited for then, however long."""
         self._latest: Sequence[Message] = ()
         self._failures = 0
         self._store = torch.distributed.PrefixStore(
@@ -306,6 +326,23 @@ class Peers:
         self._all_gather(everyones, mask, message, names)
         return everyones
 
+    def exchange_objects(self, mine: Any, point: Point = Point.SETUP) -> list[Any]:
+        """Each rank's object, in rank order. They are pickled.
+
+        Raises:
+            LockstepError: not all ranks came in time.
+        """
+        names = ModuleNames({}, {})
+        message = Message(point)
+        data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = torch.empty(len(self.ranks), 1, dtype=torch.int64)
+        self._all_gather(sizes, torch.tensor([data.numel()]), message, names)
+        everyones = torch.empty(len(self.ranks), int(sizes.max()), dtype=torch.uint8)
+        self._all_gather(
+            everyones, torch.nn.functional.pad(data, (0, everyones.size(1) - data.numel())), message, names
+        )
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(everyones, sizes.view(-1).tolist())]
+
     def apart(self, messages: Sequence[Message], names: ModuleNames) -> LockstepError:
         """The error for ranks that all came, to places that no round can bring together."""
         where = [f"rank {self.ranks[i]} waits at {names.describe(m)}" for i, m in enumerate(messages)]
@@ -328,6 +365,9 @@ class Peers:
                 where.append(f"rank {rank} did not come{last}")
         self._gloo = None
         self._failures += 1
+        if self.segment is not None:
+            # Ranks that meet again count from here, whatever they had come to.
+            self.segment.set(Counter.ARRIVALS, self._failures * MEETINGS_BETWEEN_FAILURES)
         reason = str(cause).strip().splitlines()
         return LockstepError(self._text(where) + (f" [{type(cause).__name__}: {reason[0]}]" if reason else ""))
 
@@ -352,9 +392,37 @@ class Peers:
     def _all_gather(self, into: torch.Tensor, mine: torch.Tensor, message: Message, names: ModuleNames) -> None:
         try:
             into[self.rank] = mine
+            self._line_up()
             pairwise.start(into, self.connection(), pairwise.Channel.CONTROL).wait(self._timeout)
         except RuntimeError as error:
             raise self.missing(message, names, error) from error
+
+    def _line_up(self) -> None:
+        """Wait until all ranks have come, as long as those that have not are getting on.
+
+        Raises:
+            RuntimeError: a rank has ended, or has not got on for `timeout_s`.
+        """
+        segment = self.segment
+        if segment is None:
+            return
+        mine = segment.count(Counter.ARRIVALS)
+        missing = [rank for rank in range(len(self.ranks)) if segment.counted(rank, Counter.ARRIVALS) < mine]
+        pauses_s = itertools.chain(FIRST_PAUSES_S, itertools.repeat(PAUSE_S))
+        seen: dict[int, int] = {}
+        since = time.monotonic()
+        while missing:
+            time.sleep(next(pauses_s))
+            missing = [rank for rank in missing if segment.counted(rank, Counter.ARRIVALS) < mine]
+            progress = {rank: segment.counted(rank, Counter.PROGRESS) for rank in missing}
+            if progress != seen:
+                seen, since = progress, time.monotonic()
+            dead = [self.ranks[rank] for rank in missing if not segment.is_alive(rank)]
+            if dead:
+                raise RuntimeError(f"ranks {dead} have ended")
+            if time.monotonic() - since > self.timeout_s:
+                late = [self.ranks[rank] for rank in missing]
+                raise RuntimeError(f"ranks {late} have not got on for {self.timeout_s:g} s")
 
     def _text(self, where: Sequence[str]) -> str:
         directions = DIRECTIONS.format(timeout_s=self.timeout_s)

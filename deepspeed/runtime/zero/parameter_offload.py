@@ -7,7 +7,8 @@ gradients are recorded; nothing is put into the autograd graph and no tensor or 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, Optional
@@ -16,18 +17,23 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.zero.fetch_plan import Budgets
-from deepspeed.runtime.zero.gather import ALIGNMENT_BYTES, Gatherer, is_on_disk
+from deepspeed.runtime.zero.gather import Gatherer, is_on_disk
+from deepspeed.runtime.zero.gather_mode import GatherMode, circumstances_of, why_not
 from deepspeed.runtime.zero.granularity import find_leaves
 from deepspeed.runtime.zero.guard import remove_guard
 from deepspeed.runtime.zero.lockstep import DEFAULT_TIMEOUT_S, LockstepError, Peers
+from deepspeed.runtime.zero.lone_generate import generate_alone
+from deepspeed.runtime.zero.node_segment import SegmentUnavailable, share
+from deepspeed.runtime.zero.node_store import Layout, NodeStore, Shape, lay_by_rank, lay_side_by_side
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, _init_external_params
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     Node,
     PartitionedParameterCoordinator,
     Use,
-    is_always_whole,
 )
+from deepspeed.runtime.zero.residents import Residents, is_resident, partition_of
+from deepspeed.runtime.zero.shared_updates import call_before_update, load_together
 from deepspeed.runtime.zero.tensor_tree import tensors_in
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import logger, set_z3_leaf_module, z3_leaf_module
@@ -123,7 +129,11 @@ class ExternalParameters(dict):
 class DeepSpeedZeRoOffload:
     """The ZeRO-3 runtime of one engine: partitions the model's parameters, and has them whole where they are used.
 
-    The arguments are those of a ds_config's ``zero_optimization``, in elements; ``module`` is the model.
+    The arguments are those of a ds_config's ``zero_optimization``, in elements; ``module`` is the model. An optimizer
+    ``trains`` it, which will call `share_by_rank`; without one, partitions are shared at once, if they can be.
+
+    Raises:
+        ValueError: ``stage3_gather`` is ``node``, and that is not possible.
     """
 
     def __init__(
@@ -146,6 +156,7 @@ class DeepSpeedZeRoOffload:
         zero_quantized_nontrainable_weights: bool = False,
         zero_module_granularity_threshold: int = 0,
         log_trace_cache_warnings: bool = False,
+        trains: bool = False,
     ) -> None:
         self.module = module
         self.timers = timers
@@ -162,15 +173,21 @@ class DeepSpeedZeRoOffload:
         self.zero_quantized_nontrainable_weights = zero_quantized_nontrainable_weights
 
         self._partition_parameters(ds_config, mpu)
-        self._always_whole = [] if zenflow else [p for p in _distinct(module.parameters()) if _can_alias(p)]
-        self._base_methods = [(p, p.all_gather, p.partition) for p in _distinct(module.parameters())]
+        params = _distinct(module.parameters())
+        self._undo: list[Callable[[], None]] = []
+        """What takes off the model what is no hook."""
+        settings = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else {}
+        settings = settings if isinstance(settings, Mapping) else {}
+        timeout_s = float(settings.get("stage3_lockstep_timeout_s", DEFAULT_TIMEOUT_S))
+        self._gather_mode = GatherMode(settings.get("stage3_gather", GatherMode.AUTO))
+        self._peers = self._find_peers(timeout_s)
+        store = None if trains else self._share(params, lay_side_by_side)
+        self._residents = self._find_residents(params, store)
+        self._base_methods = [(p, p.all_gather, p.partition) for p in params]
         for param, all_gather, partition in self._base_methods:
-            param.all_gather = partial(self._gather_between, all_gather)
+            param.all_gather = partial(self._gather_between, param, all_gather)
             param.partition = partial(self._partition_between, param, partition)
-        for param in self._always_whole:
-            param.ds_always_whole = True
-            param.ds_persist = True
-            param.partition = partial(self._keep_whole, param)
+            call_before_update(param, self.agree_on_update)
         self.persistent_parameters = self.mark_persistent_parameters(
             int(param_persistence_threshold), int(model_persistence_threshold)
         )
@@ -182,8 +199,6 @@ class DeepSpeedZeRoOffload:
             live_numel=int(max_live_parameters),
             reuse_numel=int(max_reuse_distance),
         )
-        timeout_s = _lockstep_timeout_s(ds_config)
-        peers = self._find_peers(timeout_s)
         on_cpu = torch.device(get_accelerator().current_device_name()).type == "cpu"
         self.param_coordinator = PartitionedParameterCoordinator(
             Gatherer(
@@ -191,12 +206,14 @@ class DeepSpeedZeRoOffload:
                 quantized_weights=zero_quantized_weights,
                 quantizes=zero_quantized_weights or zero_quantized_nontrainable_weights,
                 stream=_gather_stream(overlap_comm),
-                connection=peers.connection if peers is not None and on_cpu else None,
+                connection=self._peers.connection if self._peers is not None and on_cpu else None,
+                store=store,
             ),
             self._budgets,
-            peers,
+            self._peers,
             log_trace_cache_warnings,
         )
+        self.param_coordinator.reads_alone = store is not None
         if zenflow:
             self.param_coordinator.on_hold = self.param_coordinator.on_unhold = self._transpose
         self._indices: dict[Module, int] = {}
@@ -220,7 +237,7 @@ class DeepSpeedZeRoOffload:
     def partition_all_parameters(self) -> None:
         """Partition every parameter, persistent ones too, except what is a view of its partition."""
         self.param_coordinator.release_and_reset_all(self.module)
-        self._drop_copies()
+        self._residents.drop_copies()
 
     def empty_partition_cache(self) -> None:
         self.partition_all_parameters()
@@ -239,13 +256,23 @@ class DeepSpeedZeRoOffload:
         for param, all_gather, partition in self._base_methods:
             param.all_gather = all_gather
             param.partition = partition
+        if self.store is not None:
+            for undo in self._undo:
+                undo()
+            self._residents.dismiss()
+            self.store.close()
+            self.param_coordinator.gatherer.store = None
         self.param_coordinator.close()
         for swapper in self._swappers():
             swapper.close()
 
     def _swappers(self) -> list[AsyncPartitionedParameterSwapper]:
+        return self._swappers_of(param for param, *_ in self._base_methods)
+
+    @staticmethod
+    def _swappers_of(params: Iterable[Parameter]) -> list[AsyncPartitionedParameterSwapper]:
         """What keeps partitions on NVMe: one, or none, if all was partitioned at once."""
-        return list({id(p.nvme_swapper): p.nvme_swapper for p, *_ in self._base_methods if p.nvme_swapper}.values())
+        return list({id(p.nvme_swapper): p.nvme_swapper for p in params if p.nvme_swapper}.values())
 
     def limit_host_cache(self, kept_numel: int) -> None:
         """Of the elements that may be in host memory (``max_in_cpu``), ``kept_numel`` are there for good."""
@@ -280,7 +307,7 @@ class DeepSpeedZeRoOffload:
         persistent: list[Parameter] = []
         total_numel = 0
         for param in self.module.parameters():
-            if is_always_whole(param):
+            if is_resident(param):
                 continue
             small = param.ds_numel <= param_threshold and total_numel + param.ds_numel <= model_threshold
             if small or not param.ds_numel:
@@ -291,34 +318,131 @@ class DeepSpeedZeRoOffload:
 
     # -- what is always whole --
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def restore_whole(self) -> None:
-        """Make what this rank owns all of a view of its partition, if something else has happened to it.
+        """Make what always is whole so, if something else has happened to it."""
+        self._residents.restore()
 
-        Of a partition that is not aligned it makes a copy, which `partition_all_parameters` drops.
-        """
-        for param in self._always_whole:
-            shard = param.ds_tensor
-            # Kernels may require it of a parameter.
-            aligned = not shard.data_ptr() % ALIGNMENT_BYTES
-            if param.ds_status is ZeroParamStatus.AVAILABLE and (not aligned or self._is_view(param)):
-                continue
-            flat = shard.data[: param.ds_numel]
-            param.data = (flat if aligned else flat.clone()).view(param.ds_shape)
-            param.ds_status = ZeroParamStatus.AVAILABLE
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def let_go_of_whole(self) -> None:
-        """Drop the views, so that partitions can be moved. `restore_whole` makes them again."""
-        for param in self._always_whole:
-            self._let_go(param)
+        """Let partitions be moved that parameters are views of. `restore_whole` undoes it."""
+        self._residents.let_go()
 
-    def _gather_between(self, all_gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # -- what other ranks read --
+
+    @property
+    def store(self) -> Optional[NodeStore]:
+        """Where ranks read each other's partitions; None if they do not."""
+        return self.param_coordinator.gatherer.store
+
+    def share_by_rank(self, together: Sequence[Parameter]) -> Optional[NodeStore]:
+        """Let other ranks read this one's partitions, those of ``together`` side by side. A collective.
+
+        Partitions have their new memory when this returns, but nobody reads it before the next update is published.
+        None if it is not possible, or there is nobody to read them.
+
+        Raises:
+            ValueError: ``stage3_gather`` is ``node``, and it is not possible.
+        """
+        numbers = {self.param_coordinator.gatherer.index_of(param) for param in together}
+
+        def layout(shapes: Mapping[int, Shape], ranks: int) -> Layout:
+            first = {number: shape for number, shape in shapes.items() if number in numbers}
+            others = [{number: shape} for number, shape in shapes.items() if number not in numbers]
+            return lay_by_rank([first, *others], ranks)
+
+        self.param_coordinator.gatherer.store = self._share(_distinct(self.module.parameters()), layout)
+        return self.store
+
+    def agree_on_update(self) -> None:
+        """Nobody reads this rank's partitions any more when this returns. A collective, where other ranks do."""
+        self.param_coordinator.agree_on_update()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """This rank's partitions are changed in here. A collective, where other ranks read them."""
+        self.agree_on_update()
+        yield
+        self.publish_update()
+
+    def _is_lent(self, param: Parameter) -> bool:
+        return is_zero_param(param) and self._residents.is_lent(param)
+
+    def publish_update(self) -> None:
+        """All ranks have changed their partitions when this returns."""
+        if self.store is not None and self._peers is not None:
+            for swapper in self._swappers():
+                swapper.publish(self._peers)
+        self.param_coordinator.publish_update()
+
+    def _share(self, params: Sequence[Parameter], lay_out: Callable[[Mapping[int, Shape], int], Layout]) -> Any:
+        if self._peers is None:
+            return None
+        peers, ranks = self._peers, len(self._peers.ranks)
+        hindrance = "ZenFlow keeps weights in a layout of its own" if self.zenflow else ""
+        if self.zero_quantized_weights or self.zero_quantized_nontrainable_weights:
+            hindrance = "weights are quantized"
+        reason = "stage3_gather is collective"
+        if self._gather_mode is not GatherMode.COLLECTIVE:
+            mine = circumstances_of(params, hindrance)
+            reason = why_not(peers.exchange_objects(mine), self._gather_mode)
+        store = None
+        if not reason:
+            in_memory = {n: p for n, p in enumerate(params) if not is_on_disk(p)}
+            shapes = {n: Shape(int(p.ds_tensor.ds_numel), p.dtype) for n, p in in_memory.items()}
+            layout = lay_out(shapes, ranks)
+            try:
+                segment = share(layout.n_bytes, peers.rank, ranks, peers.exchange_objects)
+            except SegmentUnavailable as error:
+                reason = str(error)
+            else:
+                store = NodeStore(segment, layout, peers.rank, ranks)
+                peers.segment = segment
+                for number, param in in_memory.items():
+                    store.take(number, param.ds_tensor)
+                for swapper in self._swappers_of(params):
+                    swapper.publish(peers)
+                peers.exchange_objects(None)
+                self._undo.append(generate_alone(self.module))
+                self._undo.append(load_together(self.module, self.updating, self._is_lent))
+        if reason and self._gather_mode is GatherMode.NODE:
+            raise ValueError(f"stage3_gather: node is not possible, since {reason}. Set it to auto or collective.")
+        if peers.rank == 0:
+            logger.info(
+                "ZeRO-3: %s",
+                f"all ranks gather parameters together, since {reason}"
+                if reason
+                else "without grad each rank reads the others' partitions, and needs none of them",
+            )
+        return store
+
+    def _find_residents(self, params: Sequence[Parameter], store: Optional[NodeStore]) -> Residents:
+        """Those that can be used where they are kept."""
+        if store is None:
+            return Residents([] if self.zenflow else [p for p in params if _can_alias(p)], partition_of)
+        numbers = {p.ds_id: n for n, p in enumerate(params)}
+        on_cpu = torch.device(get_accelerator().current_device_name()).type == "cpu"
+        whole = [p for n, p in enumerate(params) if n in store and store.whole(n) is not None] if on_cpu else []
+        return Residents(whole, lambda param: store.whole(numbers[param.ds_id]), is_shared=True)
+
+    def _gather_between(
+        self,
+        param: Parameter,
+        all_gather: Callable[..., Any],
+        param_list: Optional[Iterable[Parameter]] = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
+    ) -> Any:
         """In the place of ``param.all_gather``, which leaves out what is in flight."""
         self.param_coordinator.wait_for_flight()
-        return all_gather(*args, **kwargs)
+        params = [param] if param_list is None else list(param_list)
+        others = [p for p in params if not is_resident(p)]
+        if param_list is not None:
+            self._residents.lend(p for p in params if is_resident(p))
+        if not others:
+            return None
+        if self.param_coordinator.reads_alone:
+            self.param_coordinator.read_whole(others)
+            return None
+        return all_gather(others, async_op=async_op, hierarchy=hierarchy)
 
     def _partition_between(
         self,
@@ -330,56 +454,30 @@ class DeepSpeedZeRoOffload:
         free_data: bool = True,
     ) -> None:
         """In the place of ``param.partition``: what a running module uses stays whole; updates are kept."""
-        params = list(param_list) if param_list is not None else [param]
-        for each in params if has_been_updated else ():
-            if is_on_disk(each):
-                each.nvme_swapper.make_room_for_update(each)
-        held = [p for p in params if self.param_coordinator.is_held(p)]
-        others = [p for p in params if not self.param_coordinator.is_held(p)]
-        if others:
-            partition(others, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
-        for each in held if has_been_updated else ():
-            data, users = each.data, set(each.ds_active_sub_modules)
-            each.ds_active_sub_modules.clear()
-            partition([each], hierarchy=hierarchy, has_been_updated=True)
-            each.data = data
-            each.ds_status = ZeroParamStatus.AVAILABLE
-            each.ds_active_sub_modules.update(users)
+        params = [param] if param_list is None else list(param_list)
+        with self.updating() if has_been_updated else nullcontext():
+            self._residents.take_back((p for p in params if is_resident(p)), has_been_updated)
+            others = [p for p in params if not is_resident(p)]
+            for each in others if has_been_updated else ():
+                if is_on_disk(each):
+                    each.nvme_swapper.make_room_for_update(each)
+            held = [p for p in others if self.param_coordinator.is_held(p)]
+            free = [p for p in others if not self.param_coordinator.is_held(p)]
+            if free:
+                partition(free, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+            for each in held if has_been_updated else ():
+                data, users = each.data, set(each.ds_active_sub_modules)
+                each.ds_active_sub_modules.clear()
+                partition([each], hierarchy=hierarchy, has_been_updated=True)
+                each.data = data
+                each.ds_status = ZeroParamStatus.AVAILABLE
+                each.ds_active_sub_modules.update(users)
 
     def _transpose(self, index: int) -> None:
         """ZenFlow keeps matrices transposed; they are turned while modules use them."""
         param = self.param_coordinator.gatherer.params[index]
         if len(param.ds_shape) != 1:
             param.data = param.data.t()
-
-    def _drop_copies(self) -> None:
-        for param in self._always_whole:
-            if param.ds_status is ZeroParamStatus.AVAILABLE and not self._is_view(param):
-                self._let_go(param)
-
-    def _let_go(self, param: Parameter) -> None:
-        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-
-    def _is_view(self, param: Parameter) -> bool:
-        return bool(param.data_ptr() == param.ds_tensor.data_ptr())
-
-    @torch.no_grad()
-    def _keep_whole(
-        self,
-        param: Parameter,
-        param_list: Optional[Iterable[Parameter]] = None,
-        hierarchy: int = 0,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
-        """In the place of ``param.partition``: there is nothing to free, but an update has to reach the partition."""
-        for each in param_list if param_list is not None else (param,):
-            if not is_always_whole(each):
-                each.partition(has_been_updated=has_been_updated, free_data=free_data)
-            elif has_been_updated and not self._is_view(each):
-                each.ds_tensor.data[: each.ds_numel].copy_(each.data.reshape(-1))
-        self.restore_whole()
 
     # -- what hooks call --
 
@@ -546,14 +644,17 @@ class DeepSpeedZeRoOffload:
             remove_guard(part)
             _init_external_params(part)
             part._external_params = ExternalParameters(self, part, part._external_params)
-            if any(p is not None and not is_always_whole(p) for p in part._parameters.values()):
+            if any(p is not None and not is_resident(p) for p in part._parameters.values()):
                 ensure_zero_ordered_dict(part)
                 part._parameters._offload = self
 
     def _attach(self, module: Module, around: frozenset[int]) -> None:
         """Give ``module`` hooks, if it is the root or needs what is not always whole."""
         is_root = module is self.module
-        if is_root and self._always_whole:
+        if is_root and self.store is not None:
+            show_progress = self.store.show_progress
+            self.forward_hooks.append(module.register_forward_pre_hook(lambda called, args: show_progress()))
+        if is_root and self._residents.params and self.store is None:
 
             def restore(called: Module, args: Any) -> None:
                 self.restore_whole()
@@ -562,7 +663,7 @@ class DeepSpeedZeRoOffload:
         own = [p for p in _distinct(module.parameters(recurse=self._is_leaf(module))) if is_zero_param(p)]
         needed = [p for p in own if not p.ds_persist]
         external = [p for p in module._external_params.values() if is_zero_param(p) and not p.ds_persist]
-        runs_passes = is_root and not all(is_always_whole(p) for p in self.module.parameters() if is_zero_param(p))
+        runs_passes = is_root and not all(is_resident(p) for p in self.module.parameters() if is_zero_param(p))
         if not needed and not external and not runs_passes:
             return
         node = self._nodes.get(module)
@@ -653,12 +754,3 @@ def _gather_stream(overlap_comm: bool) -> Any:
     if accelerator.is_synchronized_device():
         return None
     return accelerator.Stream() if overlap_comm else accelerator.default_stream()
-
-
-def _lockstep_timeout_s(ds_config: Any) -> float:
-    zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else {}
-    return (
-        float(zero.get("stage3_lockstep_timeout_s", DEFAULT_TIMEOUT_S))
-        if isinstance(zero, Mapping)
-        else DEFAULT_TIMEOUT_S
-    )

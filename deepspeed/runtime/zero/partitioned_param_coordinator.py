@@ -39,6 +39,7 @@ from deepspeed.runtime.zero.lockstep import (
     resolve,
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.residents import is_resident
 from deepspeed.runtime.zero.trace import Event, Path, Place, Step, Trace
 from deepspeed.utils.logging import logger
 from torch.nn import Module, Parameter
@@ -164,6 +165,11 @@ class PartitionedParameterCoordinator:
         """What this rank follows; None while it goes by rounds."""
         self._cursor = 0
         self._in_flight: Optional[Collective] = None
+        self._script_is_alone = False
+        """The script needs no other rank."""
+        self.reads_alone = False
+        """No pass needs another rank; else those with grad do, if there are peers."""
+        self._pass_is_alone = False
         self._pass_number = 0
         self._moment = 0
         self._open: list[Use] = []
@@ -320,6 +326,7 @@ class PartitionedParameterCoordinator:
         ready = not self.gatherer.missing(self._persistent)
         if script is None or not self._is_ahead or script.decisions[0].step != start or not ready:
             self._come_off()
+        self._pass_is_alone = self.gatherer.store is not None and not grad
         if self._open or self._backward_uses or self._tasks:
             self._recover()
         self._pass_number += 1
@@ -327,7 +334,7 @@ class PartitionedParameterCoordinator:
         if self._script is not None:
             self._carry_out(self._script, self._script.decisions[0])
         elif self.fetches or not ready:
-            self._meet(Point.START, start.node, self._trace.place)
+            self._go_on(Point.START, start.node, self._trace.place)
 
     def end_pass(self, grad: bool) -> None:
         """The outermost forward has ended, or raised. A rank that is through serves those that are not."""
@@ -337,9 +344,15 @@ class PartitionedParameterCoordinator:
                 self._script = None
             self._drain()
             self._drop_idle()
-        if self.fetches:
+        if self.fetches and self._is_alone == (self.reads_alone or self._peers is None):
             # Without grad this is the end: what ranks agree on here saves them the round at the next start.
-            self._meet(Point.END, 0, self._trace.next_pass if not grad else None)
+            self._go_on(Point.END, 0, self._trace.next_pass if not grad else None)
+        self._pass_is_alone = False
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether what is done now needs no other rank."""
+        return self._peers is None or self.reads_alone or (self._pass_is_alone and not _in_backward())
 
     @property
     def _is_ahead(self) -> bool:
@@ -479,13 +492,32 @@ class PartitionedParameterCoordinator:
             self._come_off()
             self._meet(Point.STEP, 0, None)
 
+    def agree_on_update(self) -> None:
+        """Before partitions that other ranks read are changed: nobody reads any more when this returns.
+
+        Raises:
+            LockstepError: the other ranks are somewhere else.
+        """
+        if self.gatherer.store is not None:
+            self._come_off()
+            self._meet(Point.UPDATE, 0, None)
+
+    def publish_update(self) -> None:
+        """After it: all have made their changes when this returns.
+
+        Raises:
+            LockstepError: the other ranks are somewhere else.
+        """
+        if self.gatherer.store is not None:
+            self._meet(Point.UPDATED, 0, None)
+
     # -- everything at once --
 
     def release_and_reset_all(self, module: Module) -> None:
         """Partition every parameter of ``module``, persistent ones too, whatever was going on."""
         self._recover()
         for param in module.parameters():
-            if not hasattr(param, "ds_status") or is_always_whole(param):
+            if not hasattr(param, "ds_status") or is_resident(param):
                 continue
             param.ds_active_sub_modules.clear()
             if param.ds_status is ZeroParamStatus.AVAILABLE:
@@ -534,6 +566,8 @@ class PartitionedParameterCoordinator:
 
         ``ended`` is what users held that have just ended: without a script it is released at once.
         """
+        if self.gatherer.store is not None:
+            self.gatherer.store.show_progress()
         if not self._trace.follow(step) and self._log_surprises:
             logger.warning("ZeRO-3 trace: %s of %s was not expected", step.event.name, self._describe(step.node))
         script = self._script
@@ -552,7 +586,7 @@ class PartitionedParameterCoordinator:
                 return
             # Someone partitioned what the plan takes for whole.
             self._come_off()
-        self._meet(point, node.index, self._trace.place, node)
+        self._go_on(point, node.index, self._trace.place, node)
 
     def _carry_out(self, script: Segment, decision: Decision) -> None:
         """Do what the plan says for the step that the cursor is at. The script is over if another rank came off it."""
@@ -565,12 +599,12 @@ class PartitionedParameterCoordinator:
                 self._script = None
                 return
             if decision.fetch is not None:
-                collective = self._start(decision.fetch, decision.step)
+                collective = self._start(decision.fetch, decision.step, alone=self._script_is_alone)
                 if self._finish(collective, decision.step):
                     self._script = None
                     return
             if decision.prefetch is not None:
-                self._in_flight = self._start(decision.prefetch, decision.step)
+                self._in_flight = self._start(decision.prefetch, decision.step, alone=self._script_is_alone)
                 gatherer.unused.update(self._in_flight.arriving)
         if not script.complete and self._cursor == len(script.decisions):
             self._script = None
@@ -580,7 +614,7 @@ class PartitionedParameterCoordinator:
         raise the flag."""
         script, cursor = self._script, self._cursor
         self._script = None
-        if script is None or self._drain() or self._peers is None:
+        if script is None or self._drain() or self._script_is_alone:
             return
         for decision in script.decisions[cursor:]:
             if decision.step.event in (Event.REDUCE, Event.END):
@@ -616,9 +650,10 @@ class PartitionedParameterCoordinator:
         step: Optional[Step],
         flag: bool = False,
         adopt: Optional[Collection[int]] = None,
+        alone: bool = False,
     ) -> Collective:
         try:
-            return self.gatherer.start(gather.params, gather.fingerprint, flag, adopt)
+            return self.gatherer.start(gather.params, gather.fingerprint, flag, adopt, alone)
         except GatherFailed as error:
             raise self._gather_failed(error, step) from error
         except OSError:
@@ -650,16 +685,37 @@ class PartitionedParameterCoordinator:
             self._failure = f"this engine cannot go on after: {failure}"
         return failure
 
+    # -- alone --
+
+    def _go_on(self, point: Point, number: int, place: Optional[Place], node: Optional[Node] = None) -> None:
+        """Make whole what ``node`` needs, with the other ranks if it takes them. From ``place`` on, a script may
+        lead."""
+        if not self._is_alone:
+            self._meet(point, number, place, node)
+            return
+        wanted = node.params if node is not None else self._persistent if point is Point.START else ()
+        missing = self.gatherer.missing(wanted)
+        if missing:
+            self._make_room(wanted, number)
+            self._finish(self._start(Gather(tuple(missing), fingerprint_of(missing)), None, alone=True), None)
+        self._follow(self._propose(place), point)
+
+    def read_whole(self, params: Iterable[Parameter]) -> None:
+        """Make ``params`` whole for somebody who will partition them. No other rank is needed."""
+        missing = self.gatherer.missing(self._index(param) for param in params)
+        if missing:
+            self._finish(self._start(Gather(tuple(missing), 0), None, alone=True), None)
+        for index in missing:
+            self.gatherer.hand_over(index)
+
     # -- by rounds --
 
     def _meet(self, point: Point, number: int, place: Optional[Place], node: Optional[Node] = None) -> None:
         """Go on when the other ranks are ready for it, and make whole what ``node`` needs. From ``place`` on, a script
         may lead."""
-        wanted = node.params if node is not None else self._persistent if point is Point.START else ()
         if self._peers is None:
-            self._fetch_alone(wanted, number)
-            self._follow(self._propose(place), point)
             return
+        wanted = node.params if node is not None else self._persistent if point is Point.START else ()
         while True:
             proposal = self._propose(place) if self._script is None else EMPTY_SEGMENT
             message = self._message(point, number, bool(self.gatherer.missing(wanted)), proposal.fingerprint)
@@ -701,11 +757,13 @@ class PartitionedParameterCoordinator:
         idle = tuple(sorted(p for p in self.gatherer.whole if p not in self._holds))
         ahead = tuple(p for p in idle if p in self.gatherer.unused)
         in_backward = tuple(number for use in self._backward_uses for number in use.in_backward)
-        key = (id(place.path), place.index, held, idle, ahead, in_backward, len(self._unsteady))
+        # Where ranks differ is of no interest to one that is alone.
+        unsteady = frozenset() if self._is_alone else self._unsteady
+        key = (id(place.path), place.index, held, idle, ahead, in_backward, len(unsteady))
         known = self._segments.get(key)
         if known is None:
             steps = place.path.steps[place.index :]
-            segment = self._planner.plan(steps, self._unsteady, held, idle, ahead, in_backward)
+            segment = self._planner.plan(steps, unsteady, held, idle, ahead, in_backward)
             if len(self._segments) >= MAX_CACHED_SEGMENTS:
                 self._segments.pop(next(iter(self._segments)))
             # The path is kept with it, so that its id stays its own.
@@ -717,6 +775,7 @@ class PartitionedParameterCoordinator:
             for node, numel in segment.over_budget:
                 self._warn_over_budget(node, numel)
             self._script = segment
+            self._script_is_alone = self._is_alone
             self._cursor = 0
             if point is not Point.END:
                 self._carry_out(segment, segment.decisions[0])
@@ -736,12 +795,6 @@ class PartitionedParameterCoordinator:
         self._make_room(wanted, gathered)
         step = Step(Event.ENTER, gathered)
         self._finish(self._start(Gather(tuple(params), fingerprint_of(params)), step, adopt=wanted), step)
-
-    def _fetch_alone(self, wanted: Sequence[int], number: int) -> None:
-        missing = self.gatherer.missing(wanted)
-        if missing:
-            self._make_room(wanted, number)
-            self._finish(self._start(Gather(tuple(missing), fingerprint_of(missing)), None), None)
 
     def _exchange_gradients(self, messages: Sequence[Message], message: Message) -> None:
         gradients, peers = self.gradients, self._peers
@@ -859,11 +912,6 @@ class PartitionedParameterCoordinator:
                 count,
                 self.statistics.discarded_numel + self.gatherer.numel[param],
             )
-
-
-def is_always_whole(param: Parameter) -> bool:
-    """Whether ``param`` is never partitioned because this rank owns all of it."""
-    return bool(getattr(param, "ds_always_whole", False))
 
 
 def _reduces(point: Point) -> bool:

@@ -47,9 +47,10 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         # Of what may be in host memory, the base has put as much there for good as whole sub-groups take.
         kept_numel = sum(flat.numel() for flat in getattr(self, "param_groups_fp16_flat_cpu_memory", ()))
         self.parameter_offload.limit_host_cache(kept_numel)
+        self._share_partitions()
 
     def initialize_ds_offload(self, *args: Any, **kwargs: Any) -> DeepSpeedZeRoOffload:
-        offload = super().initialize_ds_offload(*args, **kwargs)
+        offload = DeepSpeedZeRoOffload(*args, **kwargs, trains=True)
         # The optimizer moves partitions into buffers of its own.
         offload.let_go_of_whole()
         return offload
@@ -169,6 +170,7 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         self._coordinator.agree_on_step()
         self._complete_gradients()
         super().step(closure)
+        self.parameter_offload.publish_update()
         self._in_step.clear()
         self._new_in_backward.clear()
         self.parameter_offload.restore_whole()
@@ -190,11 +192,48 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         super().reload_states(*args, **kwargs)
+        self._move_to_store()
         self.parameter_offload.restore_whole()
 
     def destroy(self) -> None:
         self._coordinator.gradients = None
         super().destroy()
+
+    # -- what other ranks read --
+
+    def _share_partitions(self) -> None:
+        """Let other ranks read this one's partitions, if that is possible."""
+        in_flats = [
+            param
+            for group, flat in zip(self.fp16_groups, self.fp16_partitioned_groups_flat)
+            if flat is not None
+            for param in group
+        ]
+        if self.parameter_offload.share_by_rank(in_flats) is not None:
+            self._move_to_store()
+            self.parameter_offload.publish_update()
+
+    def _move_to_store(self) -> None:
+        """Make the flat buffers, of which partitions are parts, memory that other ranks can read."""
+        store = self.parameter_offload.store
+        in_flats = [n for n, flat in enumerate(self.fp16_partitioned_groups_flat) if flat is not None]
+        if store is None or not in_flats:
+            return
+        span = store.own_span([self._number(param) for n in in_flats for param in self.fp16_groups[n]])
+        offset = 0
+        for n in in_flats:
+            flat = self.fp16_partitioned_groups_flat[n]
+            room = span.narrow(0, offset, flat.numel())
+            room.copy_(flat)
+            flat.data = room
+            self._unflatten_partitioned_parameters(n)
+            offset += flat.numel()
+        if self.offload_param:
+            for buffer in self.param_groups_fp16_flat_cpu_memory:
+                _base_stage3.get_accelerator().unpin_memory(buffer)
+            self.param_groups_fp16_flat_cpu_memory.clear()
+        else:
+            self.lp_param_buffer.data = span
 
     # -- parts --
 
