@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PretrainedConfig
 
 SEED = 20
@@ -56,8 +57,12 @@ def load(folder: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def zero3_config(micro_batch: int = 1, learning_rate: float | None = None) -> dict[str, Any]:
+def zero3_config(
+    micro_batch: int = 1, learning_rate: float | None = None, gather: str | None = None, **zero: Any
+) -> dict[str, Any]:
     """A ds_config of stage 3 that partitions every parameter; with an optimizer where a learning rate is given.
+
+    ``gather`` is ``stage3_gather``, left out where DeepSpeed does not know the key.
 
     Clipping is off, since plain torch does not clip, and the persistence threshold is 0, since the default would
     leave models as small as these whole.
@@ -65,8 +70,10 @@ def zero3_config(micro_batch: int = 1, learning_rate: float | None = None) -> di
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_clipping": 0,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
     }
+    if gather is not None and "stage3_gather" in DeepSpeedZeroConfig.model_fields:
+        config["zero_optimization"]["stage3_gather"] = gather
     if learning_rate is not None:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": learning_rate, "torch_adam": True}}
         config["zero_allow_untested_optimizer"] = True

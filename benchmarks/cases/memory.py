@@ -1,7 +1,8 @@
 """Peak memory of a rank while it loads a checkpoint and while it runs the model, in units of the model's size.
 
 Each way of running the model gets a fresh process, since the high-water mark of a process never falls by itself and an
-allocator keeps what it once had. What counts is resident memory, the mapped pages of the checkpoint file included.
+allocator keeps what it once had. What counts is resident memory, the mapped pages of the checkpoint file included, and
+of the memory that ranks share a rank's part.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def _zero3_peaks(checkpoint: Path) -> Peaks:
         whole_numels: list[int] = []
 
         def count_whole(module: torch.nn.Module, inputs: object) -> None:
-            whole_numels.append(sum(p.ds_numel for p in parameters if p.ds_status.name == "AVAILABLE"))
+            # Views of partitions that ranks share are no memory of their own.
+            whole = (p for p in parameters if p.ds_status.name == "AVAILABLE" and not getattr(p, "ds_resident", False))
+            whole_numels.append(sum(p.ds_numel for p in whole))
 
         # Hooks of one module run in the order in which they came: these see what the engine's hooks have gathered.
         for module in engine.module.modules():
@@ -142,7 +145,9 @@ class _HighWaterMark:
 
     def take_bytes(self) -> int:
         """The peak since the last look; the next peak starts at what is resident now."""
-        peak_bytes = self._read_bytes("VmHWM") - self._baseline_bytes
+        ranks = int(os.environ["WORLD_SIZE"])
+        others_bytes = self._read_bytes("RssShmem") * (ranks - 1) // ranks
+        peak_bytes = self._read_bytes("VmHWM") - self._baseline_bytes - others_bytes
         self._reset()
         return peak_bytes
 
