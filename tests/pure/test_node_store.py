@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from deepspeed.runtime.zero.device_store import DeviceStore
 from deepspeed.runtime.zero.gather_mode import Circumstances, GatherMode, why_not
-from deepspeed.runtime.zero.node_store import Layout, Shape, lay_by_rank, lay_side_by_side
+from deepspeed.runtime.zero.node_segment import share
+from deepspeed.runtime.zero.node_store import Layout, NodeStore, Shape, lay_by_rank, lay_side_by_side
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import reduce_tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 RANKS = st.integers(1, 8)
@@ -81,3 +86,61 @@ def test_device_memory_is_read_only_if_that_is_asked_for() -> None:
     ranks = [Circumstances("machine a", on_device=True)] * 2
     assert "never run on a GPU" in why_not(ranks, GatherMode.AUTO)
     assert why_not(ranks, GatherMode.NODE) == ""
+
+
+class Alone:
+    """The other ranks, of which there are none."""
+
+    rank = 0
+    ranks = (0,)
+
+    def exchange_objects(self, mine: Any) -> list[Any]:
+        return [mine]
+
+
+@pytest.mark.parametrize("kind", [NodeStore, DeviceStore])
+def test_partitions_keep_their_values_and_get_new_memory(kind: type[NodeStore]) -> None:
+    """Two ranks' worth of it in one process: what an owner writes, others read."""
+    partitions = {number: torch.arange(10.0) + 10 * number for number in range(3)}
+    shapes = {number: Shape(10, torch.float32) for number in partitions}
+    layout = lay_by_rank([{0: shapes[0], 2: shapes[2]}, {1: shapes[1]}], ranks=2)
+    segment = share(layout.n_bytes, 0, 1, Alone().exchange_objects)
+    if kind is DeviceStore:
+        memories = [torch.zeros(layout.n_bytes // 2, dtype=torch.uint8) for _ in range(2)]
+        stores = [DeviceStore(segment, layout, rank, 2, memories=memories) for rank in range(2)]
+    else:
+        stores = [NodeStore(segment, layout, rank, 2) for rank in range(2)]
+    for store, scale in zip(stores, (1, -1)):
+        for number, values in partitions.items():
+            partition = scale * values
+            store.take(number, partition)
+            assert partition.data_ptr() == store.partition(number, store.rank).data_ptr()
+    for number, values in partitions.items():
+        whole = torch.empty(20)
+        stores[0].copy(number, whole)
+        assert torch.equal(whole, torch.cat([values, -values]))
+        assert stores[0].whole(number) is None
+    stores[1].own_span([0, 2]).fill_(5)
+    assert torch.equal(stores[0].partition(2, rank=1), torch.full((10,), 5.0))
+    assert torch.equal(stores[0].partition(1, rank=1), -partitions[1])
+
+
+def _own_and_read(rank: int, told: Any) -> None:
+    """A rank of two with a GPU each."""
+    torch.cuda.set_device(rank)
+    mine = torch.full((1000,), float(rank + 1), device=f"cuda:{rank}")
+    told[rank].put(reduce_tensor(mine))
+    rebuild, arguments = told[1 - rank].get()
+    other = rebuild(*arguments)
+    copied = torch.empty_like(mine)
+    copied.copy_(other)
+    assert bool((copied == 2 - rank).all())
+    told[2].wait()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_memory_of_another_gpu_is_read() -> None:
+    """What `DeviceStore.connect` relies on."""
+    context = torch.multiprocessing.get_context("spawn")
+    told = (context.Queue(), context.Queue(), context.Barrier(2))
+    torch.multiprocessing.spawn(_own_and_read, (told,), nprocs=2)

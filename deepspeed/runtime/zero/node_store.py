@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -86,6 +86,16 @@ def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+class Others(Protocol):
+    """The ranks that share a store (`Peers` is one)."""
+
+    rank: int
+    ranks: Sequence[int]
+
+    def exchange_objects(self, mine: Any) -> list[Any]:
+        """Each rank's object, in rank order."""
+
+
 @dataclass
 class NodeStore:
     """Partitions in host memory.
@@ -101,9 +111,13 @@ class NodeStore:
     ranks: int
     _registered: Optional[_PageLock] = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def connect(cls, segment: NodeSegment, layout: Layout, others: Others) -> NodeStore:
+        """A store in ``segment``."""
+        store = cls(segment, layout, others.rank, len(others.ranks))
         if get_accelerator().device_name() == "cuda":
-            self._registered = _PageLock(self.segment.memory)
+            store._registered = _PageLock(segment.memory)
+        return store
 
     def __contains__(self, number: int) -> bool:
         return number in self.layout.places

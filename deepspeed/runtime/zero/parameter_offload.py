@@ -18,13 +18,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.zero.fetch_plan import Budgets
 from deepspeed.runtime.zero.gather import Gatherer, is_on_disk
-from deepspeed.runtime.zero.gather_mode import GatherMode, circumstances_of, why_not
+from deepspeed.runtime.zero.gather_mode import GatherMode
 from deepspeed.runtime.zero.granularity import find_leaves
 from deepspeed.runtime.zero.guard import remove_guard
 from deepspeed.runtime.zero.lockstep import DEFAULT_TIMEOUT_S, LockstepError, Peers
 from deepspeed.runtime.zero.lone_generate import generate_alone
-from deepspeed.runtime.zero.node_segment import SegmentUnavailable, share
-from deepspeed.runtime.zero.node_store import Layout, NodeStore, Shape, lay_by_rank, lay_side_by_side
+from deepspeed.runtime.zero.node_store import NodeStore
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, _init_external_params
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
@@ -34,6 +33,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
 )
 from deepspeed.runtime.zero.residents import Residents, is_resident, partition_of
 from deepspeed.runtime.zero.shared_updates import call_before_update, load_together
+from deepspeed.runtime.zero.sharing import share_partitions
 from deepspeed.runtime.zero.tensor_tree import tensors_in
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import logger, set_z3_leaf_module, z3_leaf_module
@@ -181,7 +181,7 @@ class DeepSpeedZeRoOffload:
         timeout_s = float(settings.get("stage3_lockstep_timeout_s", DEFAULT_TIMEOUT_S))
         self._gather_mode = GatherMode(settings.get("stage3_gather", GatherMode.AUTO))
         self._peers = self._find_peers(timeout_s)
-        store = None if trains else self._share(params, lay_side_by_side)
+        store = None if trains else self._share(params, together=None)
         self._residents = self._find_residents(params, store)
         self._base_methods = [(p, p.all_gather, p.partition) for p in params]
         for param, all_gather, partition in self._base_methods:
@@ -267,12 +267,8 @@ class DeepSpeedZeRoOffload:
             swapper.close()
 
     def _swappers(self) -> list[AsyncPartitionedParameterSwapper]:
-        return self._swappers_of(param for param, *_ in self._base_methods)
-
-    @staticmethod
-    def _swappers_of(params: Iterable[Parameter]) -> list[AsyncPartitionedParameterSwapper]:
         """What keeps partitions on NVMe: one, or none, if all was partitioned at once."""
-        return list({id(p.nvme_swapper): p.nvme_swapper for p in params if p.nvme_swapper}.values())
+        return list({id(p.nvme_swapper): p.nvme_swapper for p, *_ in self._base_methods if p.nvme_swapper}.values())
 
     def limit_host_cache(self, kept_numel: int) -> None:
         """Of the elements that may be in host memory (``max_in_cpu``), ``kept_numel`` are there for good."""
@@ -342,14 +338,8 @@ class DeepSpeedZeRoOffload:
         Raises:
             ValueError: ``stage3_gather`` is ``node``, and it is not possible.
         """
-        numbers = {self.param_coordinator.gatherer.index_of(param) for param in together}
-
-        def layout(shapes: Mapping[int, Shape], ranks: int) -> Layout:
-            first = {number: shape for number, shape in shapes.items() if number in numbers}
-            others = [{number: shape} for number, shape in shapes.items() if number not in numbers]
-            return lay_by_rank([first, *others], ranks)
-
-        self.param_coordinator.gatherer.store = self._share(_distinct(self.module.parameters()), layout)
+        numbers = [self.param_coordinator.gatherer.index_of(param) for param in together]
+        self.param_coordinator.gatherer.store = self._share(_distinct(self.module.parameters()), numbers)
         return self.store
 
     def agree_on_update(self) -> None:
@@ -373,45 +363,16 @@ class DeepSpeedZeRoOffload:
                 swapper.publish(self._peers)
         self.param_coordinator.publish_update()
 
-    def _share(self, params: Sequence[Parameter], lay_out: Callable[[Mapping[int, Shape], int], Layout]) -> Any:
+    def _share(self, params: Sequence[Parameter], together: Optional[Sequence[int]]) -> Optional[NodeStore]:
         if self._peers is None:
             return None
-        peers, ranks = self._peers, len(self._peers.ranks)
         hindrance = "ZenFlow keeps weights in a layout of its own" if self.zenflow else ""
         if self.zero_quantized_weights or self.zero_quantized_nontrainable_weights:
             hindrance = "weights are quantized"
-        reason = "stage3_gather is collective"
-        if self._gather_mode is not GatherMode.COLLECTIVE:
-            mine = circumstances_of(params, hindrance)
-            reason = why_not(peers.exchange_objects(mine), self._gather_mode)
-        store = None
-        if not reason:
-            in_memory = {n: p for n, p in enumerate(params) if not is_on_disk(p)}
-            shapes = {n: Shape(int(p.ds_tensor.ds_numel), p.dtype) for n, p in in_memory.items()}
-            layout = lay_out(shapes, ranks)
-            try:
-                segment = share(layout.n_bytes, peers.rank, ranks, peers.exchange_objects)
-            except SegmentUnavailable as error:
-                reason = str(error)
-            else:
-                store = NodeStore(segment, layout, peers.rank, ranks)
-                peers.segment = segment
-                for number, param in in_memory.items():
-                    store.take(number, param.ds_tensor)
-                for swapper in self._swappers_of(params):
-                    swapper.publish(peers)
-                peers.exchange_objects(None)
-                self._undo.append(generate_alone(self.module))
-                self._undo.append(load_together(self.module, self.updating, self._is_lent))
-        if reason and self._gather_mode is GatherMode.NODE:
-            raise ValueError(f"stage3_gather: node is not possible, since {reason}. Set it to auto or collective.")
-        if peers.rank == 0:
-            logger.info(
-                "ZeRO-3: %s",
-                f"all ranks gather parameters together, since {reason}"
-                if reason
-                else "without grad each rank reads the others' partitions, and needs none of them",
-            )
+        store = share_partitions(params, self._peers, self._gather_mode, hindrance, together)
+        if store is not None:
+            self._undo.append(generate_alone(self.module))
+            self._undo.append(load_together(self.module, self.updating, self._is_lent))
         return store
 
     def _find_residents(self, params: Sequence[Parameter], store: Optional[NodeStore]) -> Residents:
