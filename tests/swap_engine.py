@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 import torch
-from deepspeed.runtime.swap_tensor.chunk_pool import PAGE_BYTES
+from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES
 
 
 @dataclass(eq=False)

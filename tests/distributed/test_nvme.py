@@ -136,6 +136,27 @@ def test_reading_ahead_keeps_to_its_budgets(shared_dir: Path, prefetch_numel: in
     assert statistics_of(twins.engine).peak_live_numel <= live_numel
 
 
+@distributed(world_size=1, timeout_s=TIMEOUT_S)
+def test_values_that_were_kept_when_their_parameter_was_released_stay_as_they_are(shared_dir: Path) -> None:
+    """Parameters are read into memory of those that were released, but not into what somebody still looks at."""
+    twins = Twins(seeded(lambda: Stack(layers=LAYERS)).eval(), nvme_config(shared_dir))
+    weight = twins.engine.module.blocks[0].up.weight
+    kept: list[torch.Tensor] = []
+
+    def keep(*_: object) -> None:
+        kept.append(weight.data[7:9].t())
+
+    hook = twins.engine.module.blocks[0].up.register_forward_pre_hook(keep)
+    for seed in range(3):
+        twins.compare_forward(partial(output_of, seed), f"forward {seed}")
+    hook.remove()
+    expected = twins.plain.blocks[0].up.weight.detach()[7:9].t()
+    assert len(kept) == 3
+    for values in kept:
+        assert torch.equal(values, expected)
+    assert weight.nvme_swapper.stock.reused > 0
+
+
 @distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)
 def test_weights_changed_by_gathered_parameters_are_read_next(shared_dir: Path, rank: int) -> None:
     twins = Twins(seeded(Stack).eval(), nvme_config(shared_dir))

@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.swap_tensor.chunk_pool import PAGE_BYTES, ChunkPool, aligned_bytes, extents_of
+from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, extents_of
 from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, Read
+from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, aligned_bytes
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from deepspeed.runtime.swap_tensor.chunk_pool import PAGE_BYTES, ChunkPool, NoMemoryForChunks, aligned_bytes
+from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, NoMemoryForChunks
 from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, State, StoredPartition
+from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, aligned_bytes
 from deepspeed.runtime.swap_tensor.swap_folder import LOCK_SUFFIX, SwapFolder, remove_leftovers
 
 from tests.swap_engine import PlainEngine

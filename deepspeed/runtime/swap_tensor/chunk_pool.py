@@ -10,9 +10,7 @@ from weakref import WeakKeyDictionary
 
 import psutil
 import torch
-
-PAGE_BYTES = 4096
-"""What direct I/O wants addresses, offsets and lengths to be multiples of."""
+from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, aligned_bytes
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,6 @@ def extents_of(n_bytes: int, chunk_bytes: int) -> Iterator[Extent]:
     """Cut ``n_bytes`` into extents of at most ``chunk_bytes``, first to last."""
     for offset_bytes in range(0, n_bytes, chunk_bytes):
         yield Extent(offset_bytes, min(chunk_bytes, n_bytes - offset_bytes))
-
-
-def aligned_bytes(n_bytes: int) -> torch.Tensor:
-    """An uninitialised uint8 vector on the host that begins at a page, as direct I/O wants it."""
-    room = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8)
-    return room.narrow(0, -room.data_ptr() % PAGE_BYTES, n_bytes)
 
 
 class Job(Protocol):

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, Optional, Protocol
 
 import torch
-from deepspeed.runtime.swap_tensor.chunk_pool import PAGE_BYTES, ChunkPool, Extent, Job, extents_of
+from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, Extent, Job, extents_of
+from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay", "tmpfs", "ramfs")

@@ -19,7 +19,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.runtime.swap_tensor.chunk_pool import PAGE_BYTES, ChunkPool, aligned_bytes
+from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool
 from deepspeed.runtime.swap_tensor.constants import (
     AIO_BLOCK_SIZE,
     AIO_INTRA_OP_PARALLELISM,
@@ -31,6 +31,7 @@ from deepspeed.runtime.swap_tensor.constants import (
 from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.swap_tensor.host_cache import HostCache
 from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, Read, StoredPartition, wait_for_all
+from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, PageStock, aligned_bytes
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES, MIN_AIO_BYTES
 from deepspeed.utils.logging import logger
@@ -126,6 +127,9 @@ class AsyncPartitionedParameterSwapper:
         self.swap_element_size = model_dtype.itemsize
         self.min_aio_bytes = max(MIN_AIO_BYTES, self.aio_config[AIO_BLOCK_SIZE])
         self._sub_group_numel = int(ds_config.zero_config.sub_group_size)
+        # What is released is about as much as is read ahead, or one parameter that may be larger.
+        kept_numel = max(int(ds_config.zero_config.prefetch_bucket_size), int(self.swap_config.buffer_size))
+        self.stock = PageStock(idle_limit_bytes=kept_numel * self.swap_element_size)
         if self.aio_config[AIO_USE_GDS]:
             logger.warning("ZeRO: aio.use_gds has no effect on parameters: they pass through host memory.")
         self._handle = (
@@ -182,6 +186,7 @@ class AsyncPartitionedParameterSwapper:
         """Delete the swap files. What is on disk only is lost."""
         self._forget([arrival.param for arrival in list(self._arrivals.values())])
         self.cache.clear()
+        self.stock.close()
         self.tier.close()
         self._handle.close()
 
@@ -263,7 +268,7 @@ class AsyncPartitionedParameterSwapper:
                 if swap_in_buffers is not None:
                     buffer = swap_in_buffers[position].view(-1)[: partition.numel]
                 else:
-                    buffer = aligned_bytes(partition.n_bytes).view(partition.dtype)
+                    buffer = self.empty_partition(param)
                 self._arrivals[param.ds_id] = _Arrival(param, buffer, self.read_into(param, buffer))
                 param.ds_tensor.status = PartitionedParamStatus.INFLIGHT
             if not async_op:
@@ -272,6 +277,11 @@ class AsyncPartitionedParameterSwapper:
         except OSError:
             self._forget(params)
             raise
+
+    def empty_partition(self, param: Parameter) -> torch.Tensor:
+        """Room on the host for the partition of ``param``, ``(numel,)``, into which the disk reads directly."""
+        partition = self._partitions[param.ds_id]
+        return self.stock.empty(partition.n_bytes).view(partition.dtype)
 
     def read_into(self, param: Parameter, destination: torch.Tensor) -> Pending:
         """Start reading the partition of ``param`` into ``destination``, ``(numel,)``; ``ds_tensor`` stays as it is.
@@ -285,7 +295,7 @@ class AsyncPartitionedParameterSwapper:
             destination.copy_(cached)
             return _Here()
         if self.cache.wants(param.ds_id, partition.numel):
-            buffer = aligned_bytes(partition.n_bytes).view(partition.dtype)
+            buffer = self.empty_partition(param)
             return _ReadToCache(self.tier.read(partition, buffer), buffer, destination, param.ds_id, self.cache)
         return self.tier.read(partition, destination)
 

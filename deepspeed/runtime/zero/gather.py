@@ -24,7 +24,6 @@ from typing import Any, Optional, Protocol
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.swap_tensor.chunk_pool import aligned_bytes
 from deepspeed.runtime.swap_tensor.nvme_tier import wait_for_all
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus, Pending
 from deepspeed.runtime.torch_autocast import has_comm_dtype
@@ -127,12 +126,13 @@ class _Copied:
         """Returns at once."""
 
 
-def _empty_for_all_partitions(param: Parameter) -> torch.Tensor:
-    """``(ranks * numel,)`` where ``param`` is computed with, on the host so that it can be read to directly."""
-    numel = param.ds_tensor.ds_numel * param.ds_zero_partition_world_size
-    if torch.device(get_accelerator().current_device_name()).type == "cpu":
-        return aligned_bytes(numel * param.dtype.itemsize).view(param.dtype)
-    return torch.empty(numel, dtype=param.dtype, device=get_accelerator().current_device_name())
+def _empty_for(numel: int, param: Parameter) -> torch.Tensor:
+    """``(numel,)`` where ``param`` is computed with; on the host so that the disk can be read to directly."""
+    device = torch.device(get_accelerator().current_device_name())
+    if device.type == "cpu" and param.nvme_swapper is not None:
+        room: torch.Tensor = param.nvme_swapper.stock.empty(numel * param.dtype.itemsize)
+        return room.view(param.dtype)
+    return torch.empty(numel, dtype=param.dtype, device=device)
 
 
 def _pack(header: torch.Tensor, shards: Sequence[torch.Tensor], slot: torch.Tensor) -> None:
@@ -285,7 +285,8 @@ class Gatherer:
         for index in whole:
             if index in collective.arriving:
                 with self._on_stream():
-                    into = _empty_for_all_partitions(self.params[index])
+                    param = self.params[index]
+                    into = _empty_for(param.ds_tensor.ds_numel * param.ds_zero_partition_world_size, param)
                     collective.reads.append((index, into, self._start_read(index, into)))
         on_disk = [self.params[p] for p in collective.shards if is_on_disk(self.params[p])]
         collective.on_disk = tuple(on_disk)
