@@ -8,6 +8,7 @@ import sys
 
 from .builder import OpBuilder
 from .native import NativeLibrary
+from .native_op import NativeOp
 from .pin_memory_load import load_pin_memory_module
 
 PAGES = NativeLibrary(
@@ -38,43 +39,33 @@ class PinnedTensorManager(OpBuilder):
         return load_pin_memory_module(self, verbose=verbose)
 
 
-class PinMemoryBuilder(OpBuilder):
+class PinMemoryBuilder(NativeOp):
     """DeepSpeed's name for it; `ds_report` and `setup.py` find it by that."""
 
     NAME = PAGES.name
     BUILD_VAR = "DS_BUILD_PIN_MEMORY"
+    LIBRARY = PAGES
 
-    def __init__(self):
-        super().__init__(PAGES.name)
+    def wrap(self, path):
+        from deepspeed.ops.aio.library import PagesLibrary
+        from deepspeed.ops.aio.pin_handle import PinMemoryOp
 
-    def absolute_name(self):
-        return PAGES.module
+        return PinMemoryOp(PagesLibrary(path))
 
     def sources(self):
-        return list(PAGES.sources) if _is_own() else PinnedTensorManager(self.NAME).sources()
+        return super().sources() if _is_own() else PinnedTensorManager(self.NAME).sources()
 
     def include_paths(self):
         return [] if _is_own() else PinnedTensorManager(self.NAME).include_paths()
 
     def is_compatible(self, verbose=False):
-        is_compatible = PAGES.is_available() if _is_own() else sys.platform != "win32"
-        if verbose and not is_compatible:
-            self.warning(f"{self.NAME} needs Linux, and a C++ compiler (g++, or one named in CXX) to be built with")
-        return is_compatible
+        return super().is_compatible(verbose) if _is_own() else sys.platform != "win32"
 
     def builder(self):
-        return PAGES.extension() if _is_own() else PinnedTensorManager(self.NAME).builder()
+        return super().builder() if _is_own() else PinnedTensorManager(self.NAME).builder()
 
     def load(self, verbose=False):
-        """The op (deepspeed.ops.aio.pin_handle.PinMemoryOp), compiled now if need be."""
-        if not _is_own():
-            return PinnedTensorManager(self.NAME).load(verbose)
-        if self.name not in OpBuilder._loaded_ops:
-            from deepspeed.ops.aio.library import PagesLibrary
-            from deepspeed.ops.aio.pin_handle import PinMemoryOp
-
-            OpBuilder._loaded_ops[self.name] = PinMemoryOp(PagesLibrary(PAGES.path()))
-        return OpBuilder._loaded_ops[self.name]
+        return super().load(verbose) if _is_own() else PinnedTensorManager(self.NAME).load(verbose)
 
 
 def _is_own():
