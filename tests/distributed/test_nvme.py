@@ -262,30 +262,107 @@ def test_training_when_matrices_on_nvme_are_persistent(shared_dir: Path, optimiz
 
 
 @distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "options"),
+    [
+        ("nvme", "cpu", {}),
+        ("nvme", "nvme", {}),
+        ("nvme", "nvme", {"sub_group_size": MATRIX_NUMEL}),
+        ("nvme", "nvme", {"sub_group_size": MATRIX_NUMEL, "stage3_param_persistence_threshold": 2 * WIDTH}),
+        ("cpu", "nvme", {"sub_group_size": MATRIX_NUMEL}),
+        ("none", "nvme", {}),
+    ],
+    ids=["cpu", "nvme", "sub-groups", "persistent biases", "parameters on the host", "parameters not offloaded"],
+)
 @pytest.mark.parametrize("by_another", [True, False], ids=["another engine", "the same engine"])
-def test_checkpoint_of_parameters_on_nvme(shared_dir: Path, optimizer: str, by_another: bool) -> None:
-    """Saved after two steps and loaded: what follows is as if nothing had happened in between."""
-    if by_another and optimizer == "nvme":
-        pytest.skip("the base names the optimizer's files by the number of a parameter, which is another one then")
-    config = nvme_config(shared_dir / "first", lr=LR, optimizer=optimizer)
-    twins = Twins(seeded(Stack), config)
+def test_checkpoint(
+    shared_dir: Path, parameters: str, optimizer: str, options: dict[str, Any], by_another: bool
+) -> None:
+    """Saved after two steps and loaded: what follows is as if nothing had happened in between.
+
+    With sub-groups of one matrix, the last one is a bias alone, which is too small for a file.
+    """
+
+    def config(path: Path, lr: float) -> dict[str, Any]:
+        config = nvme_config(path, lr=lr, optimizer=optimizer)
+        config["zero_optimization"] |= options
+        if parameters != "nvme":
+            config["zero_optimization"]["offload_param"] = {"device": parameters, "pin_memory": False}
+        return config
+
+    twins = Twins(seeded(Stack), config(shared_dir / "first", LR))
     for step in range(2):
         twins.train(partial(loss_of, step), f"step {step}", CLOSE)
     twins.engine.save_checkpoint(str(shared_dir / "checkpoint"))
     if by_another:
-        other = nvme_config(shared_dir / "second", lr=LR, optimizer=optimizer)
-        twins.engine, *_ = deepspeed.initialize(model=seeded(Stack, seed=5), config=other)
+        # With another learning rate: that of the checkpoint counts.
+        model = seeded(Stack, seed=5)
+        twins.engine, *_ = deepspeed.initialize(model=model, config=config(shared_dir / "second", 7 * LR))
     else:
         loss = loss_of(9, twins.engine, torch.distributed.get_rank())
         twins.engine.backward(loss)
         twins.engine.step()
     twins.engine.load_checkpoint(str(shared_dir / "checkpoint"))
     twins.compare_weights()
-    # The base does not load the number of Adam's steps when its state is on NVMe, so what follows differs.
-    for step in range(2, 4) if optimizer == "cpu" else ():
+    for step in range(2, 5):
         twins.train(partial(loss_of, step), f"step {step}, after loading", CLOSE)
         twins.compare_weights()
+
+
+def optimizer_files(checkpoint: Path) -> list[Path]:
+    files = sorted(checkpoint.rglob("offloaded_tensors/*/*.swp"))
+    assert files
+    return files
+
+
+@distributed(world_size=1, timeout_s=TIMEOUT_S)
+def test_checkpoint_whose_files_are_named_by_other_numbers(shared_dir: Path) -> None:
+    """The base names the files of a sub-group by the numbers of its first and last parameter."""
+    config = nvme_config(shared_dir, lr=LR, optimizer="nvme")
+    config["zero_optimization"]["sub_group_size"] = MATRIX_NUMEL
+    twins = Twins(seeded(Stack), config)
+    twins.train(partial(loss_of, 0), "step 0", CLOSE)
+    twins.engine.save_checkpoint(str(shared_dir / "checkpoint"))
+    for file in optimizer_files(shared_dir / "checkpoint"):
+        number = int(file.name.partition(".")[0].rpartition("_")[2])
+        file.rename(file.with_name(file.name.replace(f"{number}_{number}", f"{8 + number}_{9 + number}")))
+    twins.engine, *_ = deepspeed.initialize(model=seeded(Stack, seed=5), config=config)
+    twins.engine.load_checkpoint(str(shared_dir / "checkpoint"))
+    for step in range(1, 3):
+        twins.compare_weights()
+        twins.train(partial(loss_of, step), f"step {step}, after loading", CLOSE)
+
+
+@distributed(world_size=1, timeout_s=TIMEOUT_S)
+def test_checkpoint_of_other_sub_groups_is_refused(shared_dir: Path) -> None:
+    config = nvme_config(shared_dir, lr=LR, optimizer="nvme")
+    twins = Twins(seeded(Stack), config)
+    twins.engine.save_checkpoint(str(shared_dir / "checkpoint"))
+    config["zero_optimization"]["sub_group_size"] = MATRIX_NUMEL
+    twins.engine, *_ = deepspeed.initialize(model=seeded(Stack, seed=5), config=config)
+    with pytest.raises((RuntimeError, OSError), match="sub_group_size|end of file"):
+        twins.engine.load_checkpoint(str(shared_dir / "checkpoint"))
+
+
+@distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)
+def test_two_optimizers_on_one_path(shared_dir: Path, rank: int) -> None:
+    """They train by turns; the files of the one that is destroyed go, and only they."""
+    first, second = (
+        Twins(seeded(Stack, seed=seed), nvme_config(shared_dir, lr=LR, optimizer="nvme")) for seed in (1, 2)
+    )
+    for step in range(2):
+        first.train(partial(loss_of, step), f"first, step {step}", CLOSE)
+        second.train(partial(loss_of, 10 + step), f"second, step {step}", CLOSE)
+    first.compare_weights()
+    folders = [len(list(shared_dir.rglob(f"{name}-rank{rank}-*"))) for name in ("params", "optimizer")]
+    first.engine.destroy()
+    left = [len(list(shared_dir.rglob(f"{name}-rank{rank}-*"))) for name in ("params", "optimizer")]
+    assert [before - after for before, after in zip(folders, left)] == [2, 2], "a folder and its lock"
+    second.train(partial(loss_of, 12), "second, step 2", CLOSE)
+    second.compare_weights()
+    second.engine.destroy()
+    torch.distributed.barrier()
+    assert not [path for path in shared_dir.rglob("*") if path.is_file()]
 
 
 @distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.gather import is_on_disk
 from deepspeed.runtime.zero.lockstep import GradientAgreement
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -54,6 +55,12 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         # The optimizer moves partitions into buffers of its own.
         offload.let_go_of_whole()
         return offload
+
+    def _create_fp32_partitions(self) -> None:
+        # The files of the optimizer's state are named by these. Parameters have other numbers in another engine;
+        # sub-groups have not, so a checkpoint can be loaded there.
+        self.fp16_partitioned_groups_flat_id = [[number] for number in range(len(self.fp16_groups))]
+        super()._create_fp32_partitions()
 
     # -- what the coordinator asks --
 
@@ -108,9 +115,13 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """Load a checkpoint.
 
-        The base gives the new values to flat buffers in memory, which sub-groups on NVMe have none of: they get one for
-        as long as that takes, and go to disk again.
+        With the optimizer on NVMe its files have been copied already, and this loads the rest. Else the base gives the
+        new values to flat buffers in memory, which sub-groups on NVMe have none of: they get one for as long as that
+        takes, and go to disk again.
         """
+        if self.swap_optimizer:
+            self._load_beside_files(state_dict, load_optimizer_states)
+            return
         flats = self.fp16_partitioned_groups_flat
         on_disk = [number for number, flat in enumerate(flats) if flat is None]
         in_memory = {
@@ -134,6 +145,34 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
             for param in self.fp16_groups[number]:
                 if param not in in_memory:
                     param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+    def _load_beside_files(self, state_dict: dict[str, Any], load_optimizer_states: bool) -> None:
+        """Load what the files of the optimizer do not hold: counts, settings, sub-groups that are too small for one."""
+        self.loss_scaler = state_dict[LOSS_SCALER]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        saved = state_dict[OPTIMIZER_STATE_DICT]
+        self._set_fp32_optimizer_param_groups()
+        groups = self.optimizer.param_groups
+        flats = [flat for group in groups for flat in group["params"]]
+        for number, flat in enumerate(flats):
+            self.optimizer.state.pop(flat, None)
+            loaded = saved["state"].get(number, {}) if load_optimizer_states else {}
+            # What was on disk when it was saved is empty in there.
+            on_disk = [name for name, value in loaded.items() if torch.is_tensor(value) and not value.numel()]
+            state = {name: _on_device_of(flat, value) for name, value in loaded.items() if name not in on_disk}
+            if flat.ds_id in self.optimizer_swapper.swap_params_info:
+                state |= self.optimizer_swapper.adopt_state(flat, on_disk)
+            if state:
+                self.optimizer.state[flat] = state
+        if load_optimizer_states:
+            for group, saved_group in zip(groups, saved["param_groups"]):
+                group.update({name: value for name, value in saved_group.items() if name != "params"})
+        self._clear_fp32_optimizer_param_groups()
+        for number, flat in enumerate(self.fp32_partitioned_groups_flat):
+            if not self._swappable_optimizer_subgroup(number):
+                flat.data.copy_(state_dict[FP32_FLAT_GROUPS][number].data)
+                self._reassign_or_swap_out_partitioned_parameters(number)
 
     def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Add to what earlier backwards of this step left; replace what is older."""
@@ -198,6 +237,8 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         self._coordinator.gradients = None
         super().destroy()
+        if self.swap_optimizer:
+            self.optimizer_swapper.close()
 
     # -- what other ranks read --
 
@@ -311,6 +352,13 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
                     "nor known to the optimizer, and its gradient is not reduced over the ranks. Add it before "
                     "deepspeed.initialize, or give it requires_grad=False if it is not to be trained."
                 )
+
+
+def _on_device_of(flat: Tensor, value: Any) -> Any:
+    """A copy of an optimizer's state, where it has to be: counts stay on the host."""
+    if not torch.is_tensor(value):
+        return value
+    return value.clone() if value.dim() == 0 else value.to(flat.device, copy=True)
 
 
 def _set_gradient(param: Parameter, gradient: Tensor) -> None:
