@@ -420,6 +420,28 @@ def test_memory_that_may_not_be_locked_is_used_unlocked_and_told_of_once() -> No
     in_child(child)
 
 
+def test_what_may_still_be_locked_is_the_limit_less_what_is() -> None:
+    from deepspeed.ops.aio.pinned import lockable_bytes
+
+    def child() -> None:
+        if os.getuid() == 0:
+            assert lockable_bytes() is None, "no limit applies to root"
+            io_op()  # loaded as long as its files can be read
+            os.setresuid(65534, 65534, 65534)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 * MIB, 8 * MIB))
+        before_bytes = lockable_bytes()
+        assert before_bytes is not None
+        assert 0 <= before_bytes <= 8 * MIB
+        kept = io_op().pinned_empty(before_bytes // 2, torch.uint8, must_lock=True)
+        after_bytes = lockable_bytes()
+        assert after_bytes is not None
+        assert after_bytes <= before_bytes - len(kept)
+        with pytest.raises(OSError, match="cannot lock"):
+            io_op().pinned_empty(after_bytes + MIB, torch.uint8, must_lock=True)
+
+    in_child(child)
+
+
 @pytest.fixture(params=["ninja", "no ninja"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The op's library, to be compiled into a folder of its own."""

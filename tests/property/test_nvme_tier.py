@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, extents_of
+from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, extents_of, fitting_pool
 from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, Read
 from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, aligned_bytes
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
@@ -26,6 +26,22 @@ def test_extents_cover_everything_once(n_bytes: int, chunk_bytes: int) -> None:
         assert 0 < extent.n_bytes <= chunk_bytes
         position += extent.n_bytes
     assert position == n_bytes
+
+
+@given(
+    chunk_pages=st.integers(1, 5000),
+    count=st.integers(1, 8),
+    least_pages=st.integers(1, 300),
+    limit_bytes=st.integers(0, 10**8),
+)
+def test_pool_is_made_to_fit(chunk_pages: int, count: int, least_pages: int, limit_bytes: int) -> None:
+    least_bytes = min(least_pages, chunk_pages) * PAGE_BYTES
+    fitting_bytes, fitting_count = fitting_pool(chunk_pages * PAGE_BYTES, count, least_bytes, limit_bytes)
+    assert least_bytes <= fitting_bytes <= chunk_pages * PAGE_BYTES
+    assert 1 <= fitting_count <= count
+    assert fitting_bytes * fitting_count <= max(limit_bytes, least_bytes)
+    if chunk_pages * PAGE_BYTES * count <= limit_bytes:
+        assert (fitting_bytes, fitting_count) == (chunk_pages * PAGE_BYTES, count), "nothing is given up for nothing"
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -170,6 +170,22 @@ def test_pool_that_does_not_fit_says_how_much_and_what_to_set() -> None:
         pool.try_start(None)  # type: ignore[arg-type]
 
 
+def test_pool_that_may_not_be_locked_says_how_much_and_what_to_set() -> None:
+    def allocate(n_bytes: int) -> torch.Tensor:
+        raise AssertionError(f"{n_bytes} bytes were allocated")
+
+    pool = ChunkPool(PAGE_BYTES, 4, allocate, lockable_bytes=lambda: 3 * PAGE_BYTES)
+    with pytest.raises(NoMemoryForChunks, match=r"16,384 in all.* only 12,288 bytes more .*`ulimit -l`.*pin_memory"):
+        pool.try_start(None)  # type: ignore[arg-type]
+
+
+def test_pool_is_checked_against_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = psutil.virtual_memory()._replace(available=3 * PAGE_BYTES)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(NoMemoryForChunks, match=r"16,384 in all.* only 12,288 bytes of host memory"):
+        ChunkPool(PAGE_BYTES, 4).try_start(None)  # type: ignore[arg-type]
+
+
 # -- whose files they are --
 
 

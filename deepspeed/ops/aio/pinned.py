@@ -8,6 +8,7 @@ import resource
 import threading
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Dict, Optional
 
 import torch
@@ -15,6 +16,9 @@ from deepspeed.utils import logger
 
 from .library import PagesLibrary
 from .once import is_first_time
+
+RAISING_THE_LIMIT = "`ulimit -l`, memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
+_CAP_IPC_LOCK = 14  # of linux/capability.h
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,20 @@ def locked_limit_bytes() -> Optional[int]:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def lockable_bytes() -> Optional[int]:
+    """How much more memory this process may lock; None without a limit, or for a process that none applies to."""
+    limit_bytes = locked_limit_bytes()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    if limit_bytes is None or int(status["CapEff"], 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    return max(0, limit_bytes - int(status["VmLck"].split()[0]) * 1024)
+
+
 def _about_the_limit(n_bytes: int, lock_error: int) -> str:
     limit_bytes = locked_limit_bytes()
     limit = "there is no limit (RLIMIT_MEMLOCK)" if limit_bytes is None else f"the limit is {limit_bytes} bytes"
     return (
-        f"cannot lock {n_bytes} bytes of memory ({os.strerror(lock_error)}): {limit}. To raise it: `ulimit -l`, "
-        "memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
+        f"cannot lock {n_bytes} bytes of memory ({os.strerror(lock_error)}): {limit}. To raise it: {RAISING_THE_LIMIT}"
     )
 
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import psutil
 import torch
+from deepspeed.ops.aio.pinned import RAISING_THE_LIMIT
 from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, aligned_bytes
 
 
@@ -25,6 +26,16 @@ def extents_of(n_bytes: int, chunk_bytes: int) -> Iterator[Extent]:
     """Cut ``n_bytes`` into extents of at most ``chunk_bytes``, first to last."""
     for offset_bytes in range(0, n_bytes, chunk_bytes):
         yield Extent(offset_bytes, min(chunk_bytes, n_bytes - offset_bytes))
+
+
+def fitting_pool(chunk_bytes: int, count: int, least_chunk_bytes: int, limit_bytes: int) -> tuple[int, int]:
+    """The size of chunks, and how many, of which no more is allocated than ``limit_bytes``.
+
+    Smaller chunks before fewer; but one of ``least_chunk_bytes`` whatever the limit.
+    """
+    chunk_bytes = min(chunk_bytes, max(limit_bytes // count, least_chunk_bytes))
+    chunk_bytes -= chunk_bytes % PAGE_BYTES
+    return chunk_bytes, max(1, min(count, limit_bytes // chunk_bytes))
 
 
 class Job(Protocol):
@@ -52,11 +63,13 @@ class ChunkPool:
         chunk_bytes: a multiple of `PAGE_BYTES`.
         count: how many there are.
         allocate: makes an uninitialised uint8 vector that begins at a page, page-locked if that is wanted.
+        lockable_bytes: tells how much this process may lock, if ``allocate`` locks; None without a limit.
     """
 
     chunk_bytes: int
     count: int
     allocate: Callable[[int], torch.Tensor] = aligned_bytes
+    lockable_bytes: Callable[[], Optional[int]] = lambda: None
     _free: Optional[list[torch.Tensor]] = None
     _busy: deque[tuple[Job, torch.Tensor]] = field(default_factory=deque)
     _failures: WeakKeyDictionary[Job, BaseException] = field(default_factory=WeakKeyDictionary)
@@ -127,10 +140,19 @@ class ChunkPool:
         return self._free
 
     def _check_memory(self) -> None:
-        available = psutil.virtual_memory().available
-        if self.n_bytes > available:
+        needed = (
+            f"{self.count} chunks of {self.chunk_bytes:,} bytes ({self.n_bytes:,} in all) are needed to move "
+            "parameters between disk and memory"
+        )
+        available_bytes = psutil.virtual_memory().available
+        if self.n_bytes > available_bytes:
             raise NoMemoryForChunks(
-                f"{self.count} chunks of {self.chunk_bytes:,} bytes are needed to move parameters between disk and "
-                f"memory, but only {available:,} bytes of host memory are available: lower offload_param.buffer_count "
-                "or offload_param.buffer_size"
+                f"{needed}, but only {available_bytes:,} bytes of host memory are available: lower "
+                "offload_param.buffer_count or offload_param.buffer_size"
+            )
+        lockable_bytes = self.lockable_bytes()
+        if lockable_bytes is not None and self.n_bytes > lockable_bytes:
+            raise NoMemoryForChunks(
+                f"{needed} and have to stay in memory, but this process may lock only {lockable_bytes:,} bytes more "
+                f"(RLIMIT_MEMLOCK). Raise the limit ({RAISING_THE_LIMIT}), or set offload_param.pin_memory to false"
             )

@@ -18,8 +18,9 @@ from typing import Any, Optional, Protocol
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.aio.pinned import lockable_bytes
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool
+from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, fitting_pool
 from deepspeed.runtime.swap_tensor.constants import (
     AIO_BLOCK_SIZE,
     AIO_INTRA_OP_PARALLELISM,
@@ -31,7 +32,7 @@ from deepspeed.runtime.swap_tensor.constants import (
 from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.swap_tensor.host_cache import HostCache
 from deepspeed.runtime.swap_tensor.nvme_tier import NvmeTier, Read, StoredPartition, wait_for_all
-from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, PageStock, aligned_bytes
+from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES, PageStock
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES, MIN_AIO_BYTES
 from deepspeed.utils.logging import logger
@@ -169,14 +170,16 @@ class AsyncPartitionedParameterSwapper:
         )
 
     def _make_pool(self) -> ChunkPool:
-        wanted_bytes = self.swap_config.buffer_size * self.swap_element_size
+        wanted_bytes = int(self.swap_config.buffer_size) * self.swap_element_size
         chunk_bytes = min(max(wanted_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
-        on_host = get_accelerator().device_name() == "cpu" or not self.swap_config.pin_memory
-        return ChunkPool(
-            chunk_bytes - chunk_bytes % PAGE_BYTES,
-            min(max(self.swap_config.buffer_count, 1), MAX_CHUNKS),
-            allocate=aligned_bytes if on_host else self._allocate_pinned,
-        )
+        chunk_bytes -= chunk_bytes % PAGE_BYTES
+        count = min(max(self.swap_config.buffer_count, 1), MAX_CHUNKS)
+        if get_accelerator().device_name() == "cpu" or not self.swap_config.pin_memory:
+            return ChunkPool(chunk_bytes, count)
+        limit_bytes = lockable_bytes()
+        if limit_bytes is not None:
+            chunk_bytes, count = fitting_pool(chunk_bytes, count, MIN_CHUNK_BYTES, limit_bytes)
+        return ChunkPool(chunk_bytes, count, self._allocate_pinned, lockable_bytes)
 
     def _allocate_pinned(self, n_bytes: int) -> torch.Tensor:
         pinned: torch.Tensor = self._handle.new_cpu_locked_tensor(n_bytes, torch.empty(0, dtype=torch.uint8))
