@@ -51,8 +51,8 @@ class Peaks:
 def measure(rank: Rank) -> list[Figure]:
     """Compares a process with plain torch and a process of this rank's ZeRO-3 group."""
     checkpoint = rank.scratch_dir / f"checkpoint{rank.rank}"
-    plain = _in_fresh_process(_plain_peaks, checkpoint, rank.choose(full=LAYERS, quick=2))
-    zero = _in_fresh_process(_zero3_peaks, checkpoint)
+    plain = in_fresh_process(_plain_peaks, checkpoint, rank.choose(full=LAYERS, quick=2))
+    zero = in_fresh_process(_zero3_peaks, checkpoint)
     difference = max(abs(a - b) for a, b in zip(plain.logits, zero.logits, strict=True))
     if not difference <= LOGITS_TOLERANCE:
         raise RuntimeError(f"ZeRO-3 differs from plain torch by {difference:.3g} in the logits: nothing to measure")
@@ -71,7 +71,7 @@ def measure(rank: Rank) -> list[Figure]:
     ]
 
 
-def _in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
+def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
     """Runs a function of this module in a new interpreter that has this rank's environment variables.
 
     glibc reads its threshold when a process starts. Fixed, it has tensors given back to the system as they are freed;
