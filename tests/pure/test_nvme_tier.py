@@ -79,6 +79,32 @@ def test_fault_of_what_was_read_ahead_belongs_to_it(tmp_path: Path) -> None:
     assert torch.equal(read(tier, first), torch.ones(NUMEL)), "reading it again works"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_reads_into_a_device_on_a_stream_of_their_own(tmp_path: Path, chunks: int) -> None:
+    engine = PlainEngine()
+    pool = ChunkPool(PAGE_BYTES, chunks, lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True))
+    tier = NvmeTier(SwapFolder(tmp_path, "test"), engine, pool, checksums=True)
+    partitions = [tier.add(number, f"p{number}", NUMEL, torch.float32) for number in range(4)]
+    values = [torch.arange(float(NUMEL)) + number for number in range(4)]
+    for partition, value in zip(partitions, values):
+        tier.write(partition, value.cuda())
+    stream = torch.cuda.Stream()
+    rooms, reads = [], []
+    computed = torch.ones(2000, 2000, device="cuda")
+    for partition in partitions:
+        with torch.cuda.stream(stream):
+            rooms.append(torch.empty(NUMEL, device="cuda"))
+            reads.append(tier.read(partition, rooms[-1]))
+        computed = computed @ computed / 2000
+    for room, pending, value in zip(rooms, reads, values):
+        with torch.cuda.stream(stream):
+            pending.wait()
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(room.cpu(), value)
+    assert computed.eq(1).all()
+
+
 @pytest.mark.parametrize("direct", [False, True])
 def test_failed_overwrite_loses_the_partition_and_says_so(tmp_path: Path, direct: bool) -> None:
     tier, engine = make_tier(tmp_path)

@@ -38,14 +38,24 @@ def fitting_pool(chunk_bytes: int, count: int, least_chunk_bytes: int, limit_byt
     return chunk_bytes, max(1, min(count, limit_bytes // chunk_bytes))
 
 
+class Event(Protocol):
+    """What a device is doing, as `torch.cuda.Event` tells it."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+    def synchronize(self) -> None:
+        """Return when it is done."""
+
+
 class Job(Protocol):
     """One use of a chunk."""
 
     def start(self, chunk: torch.Tensor) -> None:
         """Begin what needs ``chunk``, and return."""
 
-    def finish(self) -> None:
-        """Wait for it. The chunk is free when this returns or raises."""
+    def finish(self) -> Optional[Event]:
+        """Wait for it. The chunk is free when this raises, when it returns None, or else after the event."""
 
 
 class NoMemoryForChunks(RuntimeError):
@@ -57,7 +67,8 @@ class ChunkPool:
     """Chunks, allocated when the first is needed. Not thread-safe.
 
     Who needs a chunk while none is free first finishes the oldest job, whosever it is. So what is needed now never
-    waits for anything but the disk, however many chunks those who read ahead have taken.
+    waits for anything but the disk, however many chunks those who read ahead have taken. A chunk whose data a device is
+    still copying is free when that is done; meanwhile the disk fills the others.
 
     Args:
         chunk_bytes: a multiple of `PAGE_BYTES`.
@@ -72,6 +83,8 @@ class ChunkPool:
     lockable_bytes: Callable[[], Optional[int]] = lambda: None
     _free: Optional[list[torch.Tensor]] = None
     _busy: deque[tuple[Job, torch.Tensor]] = field(default_factory=deque)
+    _draining: deque[tuple[Event, torch.Tensor]] = field(default_factory=deque)
+    """Jobs are finished, but the device still copies."""
     _failures: WeakKeyDictionary[Job, BaseException] = field(default_factory=WeakKeyDictionary)
     """Of jobs that were finished for the sake of another, for those who wait for them."""
 
@@ -89,11 +102,13 @@ class ChunkPool:
 
     @property
     def is_idle(self) -> bool:
-        return not self._busy
+        return not self._busy and not self._draining
 
     def try_start(self, job: Job) -> bool:
         """Start ``job`` if a chunk is free."""
         free = self._chunks()
+        while self._draining and self._draining[0][0].query():
+            self._drain_oldest()
         if not free:
             return False
         chunk = free.pop()
@@ -108,6 +123,9 @@ class ChunkPool:
     def start(self, job: Job) -> None:
         """Start ``job``. If no chunk is free, finishes the oldest job first; what that raises is kept for its owner."""
         while not self.try_start(job):
+            if not self._busy:
+                self._drain_oldest()
+                continue
             oldest, _ = self._busy[0]
             try:
                 self._finish_at(0)
@@ -127,10 +145,19 @@ class ChunkPool:
     def _finish_at(self, position: int) -> None:
         job, chunk = self._busy[position]
         del self._busy[position]
+        event: Optional[Event] = None
         try:
-            job.finish()
+            event = job.finish()
         finally:
-            self._chunks().append(chunk)
+            if event is None:
+                self._chunks().append(chunk)
+            else:
+                self._draining.append((event, chunk))
+
+    def _drain_oldest(self) -> None:
+        event, chunk = self._draining.popleft()
+        event.synchronize()
+        self._chunks().append(chunk)
 
     def _chunks(self) -> list[torch.Tensor]:
         if self._free is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Optional, Protocol
 
 import torch
-from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, Extent, Job, extents_of
+from deepspeed.runtime.swap_tensor.chunk_pool import ChunkPool, Event, Extent, Job, extents_of
 from deepspeed.runtime.swap_tensor.page_stock import PAGE_BYTES
 from deepspeed.runtime.swap_tensor.swap_folder import SwapFolder
 
@@ -254,10 +254,13 @@ class Read:
         self._request: Optional[Request] = None
         self._jobs: list[_ChunkRead] = []
         self._started = 0
+        self._copies = None if destination.device.type == "cpu" else _DeviceCopies(destination.device)
         if self._direct is not None:
             self._request = tier.engine.submit_read(str(partition.path), self._direct)
             return
-        self._jobs = [_ChunkRead(tier, partition, destination, extent) for extent in tier._extents(partition)]
+        self._jobs = [
+            _ChunkRead(tier, partition, destination, extent, self._copies) for extent in tier._extents(partition)
+        ]
         while self._started < len(self._jobs) and tier.pool.try_start(self._jobs[self._started]):
             self._started += 1
 
@@ -281,12 +284,44 @@ class Read:
                 self._tier.check_sum(self._partition, extent, _part(self._direct, extent))
         jobs, self._jobs = self._jobs, []
         _run(self._tier.pool, jobs, self._started)
+        if self._copies is not None:
+            self._copies.join()
+
+
+class _DeviceCopies:
+    """Copies from pinned memory, on the stream that was current when this was made.
+
+    One that computes nothing lets them overlap with what is computed, and with the disk, which fills other chunks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.current_stream(device)
+
+    def begin(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        """Copy, some time. ``source`` is free after the event."""
+        with self._module.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+            event: Event = self._stream.record_event()
+        return event
+
+    def join(self) -> None:
+        """All that was begun is there for what runs after this on the current stream."""
+        self._module.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class _ChunkRead:
     """One extent, read into a chunk and copied on from there."""
 
-    def __init__(self, tier: NvmeTier, partition: StoredPartition, destination: torch.Tensor, extent: Extent) -> None:
+    def __init__(
+        self,
+        tier: NvmeTier,
+        partition: StoredPartition,
+        destination: torch.Tensor,
+        extent: Extent,
+        copies: Optional[_DeviceCopies],
+    ) -> None:
+        self._copies = copies
         self._tier = tier
         self._partition = partition
         self._destination = destination
@@ -296,11 +331,15 @@ class _ChunkRead:
         self._data = chunk[: self._extent.n_bytes]
         self._request = self._tier.engine.submit_read(str(self._partition.path), self._data, self._extent.offset_bytes)
 
-    def finish(self) -> None:
+    def finish(self) -> Optional[Event]:
         self._request.wait()
         self._tier.check_sum(self._partition, self._extent, self._data)
-        # Not asynchronous: the chunk is free when this returns.
-        _elements(self._destination, self._partition, self._extent).copy_(self._data.view(self._partition.dtype))
+        destination = _elements(self._destination, self._partition, self._extent)
+        source = self._data.view(self._partition.dtype)
+        if self._copies is not None:
+            return self._copies.begin(destination, source)
+        destination.copy_(source)
+        return None
 
 
 class _ChunkWrite:

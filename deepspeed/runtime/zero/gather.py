@@ -293,7 +293,9 @@ class Gatherer:
         not_begun = [p for p in on_disk if p.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE]
         if not_begun:
             try:
-                not_begun[0].nvme_swapper.swap_in(not_begun, async_op=True)
+                with self._on_stream():
+                    buffers = [_empty_for(param.ds_tensor.ds_numel, param) for param in not_begun]
+                    not_begun[0].nvme_swapper.swap_in(not_begun, async_op=True, swap_in_buffers=buffers)
             except OSError as error:
                 # The others have to be told, where they wait.
                 collective.failure = error
@@ -310,7 +312,8 @@ class Gatherer:
         """Wait for them. Shards go to the other ranks; if they could not be read, word of that does."""
         if collective.on_disk:
             self._send_what_was_read(collective)
-        wait_for_all(read.wait for _, _, read in collective.reads)
+        with self._on_stream():
+            wait_for_all(read.wait for _, _, read in collective.reads)
         for index, whole, _ in collective.reads:
             self._adopt(index, whole)
 
@@ -318,7 +321,8 @@ class Gatherer:
         swapper = collective.on_disk[0].nvme_swapper
         if collective.failure is None:
             try:
-                swapper.finish_swap_in(collective.on_disk)
+                with self._on_stream():
+                    swapper.finish_swap_in(collective.on_disk)
             except OSError as error:
                 collective.failure = error
         self._start_shards(collective, UNREADABLE if collective.failure is not None else collective.fingerprint)
