@@ -1,15 +1,20 @@
 """A mixture of experts that is larger than the memory it may take: built or loaded to NVMe, then 8 tokens generated.
 
-    python switch_on_nvme.py build|load FOLDER EXPERTS LAYERS VOCABULARY
+    python switch_on_nvme.py build|load FOLDER EXPERTS LAYERS VOCABULARY CAP_BYTES
+
+With CAP_BYTES above 0 the system refuses more than that beyond the imports. That counts what is mapped, touched or not:
+all of a checkpoint, and what glibc keeps of freed memory unless MALLOC_MMAP_THRESHOLD_ is set. ``load`` first saves a
+model of the same shape to FOLDER in another process.
 
 Prints one line of JSON: bytes of the model, and the most anonymous memory beyond that of the imports, when it was built
-and when it had generated. ``load`` first saves a model of the same shape to FOLDER in another process.
+and when it had generated.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -28,6 +33,14 @@ def anonymous_bytes() -> int:
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
+
+
+def cap_memory(cap_bytes: int) -> None:
+    """No more than this beyond what is mapped now: writable memory that is not shared, touched or not."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    limit_bytes = int(found[1]) * 1024 + cap_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 class PeakMemory:
@@ -83,7 +96,7 @@ def ds_config(folder: Path, vocabulary: int) -> dict[str, object]:
     }
 
 
-def main(mode: str, folder: Path, experts: int, layers: int, vocabulary: int) -> None:
+def main(mode: str, folder: Path, experts: int, layers: int, vocabulary: int, cap_bytes: int) -> None:
     model_config = switch_config(experts, layers, vocabulary)
     if mode == "save":
         torch.set_default_dtype(torch.bfloat16)
@@ -96,6 +109,8 @@ def main(mode: str, folder: Path, experts: int, layers: int, vocabulary: int) ->
     AsyncIOBuilder().load()
     config = ds_config(folder, vocabulary)
     peak = PeakMemory()
+    if cap_bytes:
+        cap_memory(cap_bytes)
     hf_config = HfDeepSpeedConfig(config)
     if mode == "load":
         model = SwitchTransformersForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
@@ -117,4 +132,4 @@ def main(mode: str, folder: Path, experts: int, layers: int, vocabulary: int) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:7]))
