@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Optional
 
+from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.zero.device_store import DeviceStore
 from deepspeed.runtime.zero.gather import is_on_disk
 from deepspeed.runtime.zero.gather_mode import GatherMode, circumstances_of, why_not
@@ -66,8 +67,11 @@ def _try(
     make = DeviceStore.connect if on_device else NodeStore.connect
     store = make(segment, layout, peers)
     peers.segment = segment
+    heap = HeapTrimmer()
     for number, param in in_memory.items():
         store.take(number, param.ds_tensor)
+        # Else the allocator keeps what the partitions were in: the model would be in memory twice.
+        heap.freed(shapes[number].n_bytes)
     for swapper in {id(param.nvme_swapper): param.nvme_swapper for param in params if param.nvme_swapper}.values():
         swapper.publish(peers)
     # Nobody reads before all have put theirs there.
