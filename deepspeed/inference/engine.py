@@ -1,0 +1,158 @@
+"""The base's inference engine over a model that is divided among the ranks by a plan (docs/tensor_parallel.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.inference.config import DeepSpeedInferenceConfig, RankInputs
+from deepspeed.inference.rank_inputs import check_inputs, take_inputs_of_first_rank
+from deepspeed.inference.ways import has_kernel_policy, has_kernels, join_group, needs_base, tensor_parallel_size
+from deepspeed.model_implementations.transformers.ds_transformer import DeepSpeedTransformerInference
+from deepspeed.module_inject.tensor_parallel.collectives import TensorParallelGroup
+from deepspeed.module_inject.tensor_parallel.layout import Plan, plan
+from deepspeed.module_inject.tensor_parallel.report import LEAST_SHARE, refusal, summary
+from deepspeed.module_inject.tensor_parallel.roles import declared_roles, planned_roles
+from deepspeed.module_inject.tensor_parallel.shard import shard_in_memory
+from deepspeed.module_inject.tensor_parallel.wiring import wire
+from deepspeed.utils import logger
+from deepspeed.utils.logging import log_dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from . import _base_engine
+from ._base_engine import *  # noqa: F401,F403
+
+
+class InferenceEngine(_base_engine.InferenceEngine):
+    """See the base's. ``plan`` says who holds what, if the model was divided by one."""
+
+    def __init__(self, model: Any, config: DeepSpeedInferenceConfig) -> None:
+        config = _without_missing_kernels(model, config)
+        ranks = tensor_parallel_size(config)
+        layout = _plan(model, config, ranks)
+        if layout is None:
+            before = _matrix_numels(model) if ranks > 1 and not config.replace_with_kernel_inject else {}
+            super().__init__(model, config)
+            self._forget_plan()
+            _require_divided(self.module, before, ranks)
+            return
+        group = join_group(config, ranks)
+        shard_in_memory(model, layout, group.rank, None if config.dtype == torch.int8 else config.dtype)
+        super().__init__(model, _of_one_rank(config))
+        self._forget_plan()
+        self._follow_plan(config, layout, group)
+
+    def _forget_plan(self) -> None:
+        self.plan: Plan | None = None
+        self._group: TensorParallelGroup | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def _follow_plan(self, config: DeepSpeedInferenceConfig, layout: Plan, group: TensorParallelGroup) -> None:
+        self.plan, self._group = layout, group
+        self._config = config
+        self.mp_group, self.mpu = group.handle, config.tensor_parallel.mpu
+        self._hooks = wire(self.module, layout, group)
+        if config.tensor_parallel.inputs is not RankInputs.trust:
+            self._hooks.append(check_inputs(self.module, group))
+        _share_random_state(group)
+        element_bytes = next((parameter.element_size() for parameter in self.module.parameters()), 0)
+        log_dist(summary(layout, element_bytes), ranks=[group.global_ranks[0]])
+        for note in layout.notes:
+            log_dist(f"Tensor parallelism: {note}", ranks=[group.global_ranks[0]])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; with ``inputs: broadcast``, of what rank 0 was given."""
+        inputs, kwargs = self._agreed_inputs(inputs, kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._broadcasts():
+            _share_random_state(self._group)
+        inputs, kwargs = self._agreed_inputs(inputs, kwargs)
+        return super()._generate(*inputs, **kwargs)
+
+    def _broadcasts(self) -> bool:
+        return self._group is not None and self._config.tensor_parallel.inputs is RankInputs.broadcast
+
+    def _agreed_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not self._broadcasts():
+            return inputs, kwargs
+        device = torch.device(get_accelerator().current_device_name())
+        return take_inputs_of_first_rank(inputs, kwargs, self._group, device)
+
+    def destroy(self) -> None:
+        """Take the hooks off the model. Its parameters stay divided."""
+        for handle in getattr(self, "_hooks", []):
+            handle.remove()
+        if DeepSpeedTransformerInference.workspace is not None:
+            super().destroy()
+
+
+def _without_missing_kernels(model: Any, config: DeepSpeedInferenceConfig) -> DeepSpeedInferenceConfig:
+    if not config.replace_with_kernel_inject:
+        return config
+    known = has_kernel_policy(model)
+    if known and has_kernels():
+        return config
+    why = "this machine cannot run the kernels" if known else f"there is no policy for {type(model).__name__}"
+    logger.warning(
+        "replace_with_kernel_inject=True, but %s: no kernels are injected, and the model is divided by automatic tensor"
+        " parallelism (tp_size=%d)",
+        why,
+        tensor_parallel_size(config),
+    )
+    return config.model_copy(update={"replace_with_kernel_inject": False})
+
+
+def _plan(model: Any, config: DeepSpeedInferenceConfig, ranks: int) -> Plan | None:
+    """How this model is to be divided, or None if that is left to the base."""
+    if ranks == 1 or config.replace_with_kernel_inject or config.dtype == torch.int8:
+        return None
+    if not isinstance(model, nn.Module) or needs_base(model):
+        return None
+    roles = {**planned_roles(model), **declared_roles(model, config.injection_policy or {})}
+    layout = plan(model, ranks, config.tensor_parallel.tp_grain_size, roles)
+    return layout if layout.split_share >= LEAST_SHARE else None
+
+
+def _of_one_rank(config: DeepSpeedInferenceConfig) -> DeepSpeedInferenceConfig:
+    """For the base's constructor: the model is divided already, and is only cast and moved."""
+    alone = config.tensor_parallel.model_copy(update={"tp_size": 1, "mpu": None, "tp_group": None})
+    return config.model_copy(update={"tensor_parallel": alone, "injection_policy": None})
+
+
+def _share_random_state(group: TensorParallelGroup | None) -> None:
+    """All ranks draw what rank 0 draws, so that they sample the same tokens."""
+    assert group is not None
+    accelerator = get_accelerator()
+    state = accelerator.get_rng_state().to(accelerator.current_device_name())
+    dist.broadcast(state, group.global_ranks[0], group=group.handle)
+    accelerator.set_rng_state(state.cpu())
+
+
+def _matrix_numels(model: Any) -> dict[str, int]:
+    """Elements of each matrix that could be divided: embeddings of something else than tokens do not count."""
+    if not isinstance(model, nn.Module):
+        return {}
+    return {
+        f"{name}.{key}" if name else key: parameter.numel()
+        for name, module in model.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1 and not isinstance(module, nn.Embedding)
+    }
+
+
+def _require_divided(model: Any, before: dict[str, int], ranks: int) -> None:
+    """Raise ValueError if the base's AutoTP left more of the model whole than LEAST_SHARE allows."""
+    if not before:
+        return
+    after = _matrix_numels(model)
+    whole = {name: numel for name, numel in before.items() if after.get(name, 0) >= numel}
+    share = 1 - sum(whole.values()) / sum(before.values())
+    if share < LEAST_SHARE:
+        modules = dict(model.named_modules())
+        reasons = [(name, type(modules.get(name.rpartition(".")[0])).__name__) for name in whole]
+        raise ValueError(refusal(share, ranks, reasons))

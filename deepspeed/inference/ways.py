@@ -1,0 +1,85 @@
+"""How a model comes to be spread over the ranks: by the base's kernels, by a plan of ours, or by the base's AutoTP."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.replace_policy import replace_policies
+from deepspeed.module_inject.tensor_parallel.collectives import TensorParallelGroup
+from torch import nn
+
+_STARTED_BY = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def has_kernel_policy(model: Any) -> bool:
+    """Whether the base has an injection policy for a layer of this model. What is no module (a pipeline of diffusers)
+    is for the base to decide."""
+    if not isinstance(model, nn.Module):
+        return True
+    classes: set[type] = set()
+    for policy in replace_policies:
+        policy(None)  # looks its layer classes up
+        of_policy = policy._orig_layer_class
+        classes.update(of_policy if isinstance(of_policy, list) else [of_policy])
+    return any(type(module) in classes for module in model.modules())
+
+
+def has_kernels() -> bool:
+    """Whether this machine can run the base's inference kernels."""
+    builder = get_accelerator().create_op_builder("InferenceBuilder")
+    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
+        return False
+    return bool(builder.is_compatible(verbose=False))
+
+
+def needs_base(model: Any) -> bool:
+    """Models whose heads take part in something outside the attention's own module: biases by position."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "alibi", False))
+
+
+def tensor_parallel_size(config: Any) -> int:
+    mpu = config.tensor_parallel.mpu
+    if mpu is not None:
+        return int(dist.get_world_size(group=mpu.get_model_parallel_group()))
+    return int(config.tensor_parallel.tp_size)
+
+
+def join_group(config: Any, ranks: int) -> TensorParallelGroup:
+    """The ``ranks`` that hold this rank's model: consecutive ones. A collective over the world.
+
+    Raises ValueError if so many ranks were not started, or the world cannot be divided into such groups.
+    """
+    if config.tensor_parallel.mpu is not None:
+        return TensorParallelGroup(config.tensor_parallel.mpu.get_model_parallel_group())
+    _initialize(ranks)
+    if config.tensor_parallel.tp_group is not None:
+        return TensorParallelGroup(config.tensor_parallel.tp_group)
+    world = dist.get_world_size()
+    if world % ranks:
+        raise ValueError(
+            f"tp_size={ranks}: expected a number of ranks that is a multiple of it, got {world}."
+            f" Start {ranks} ranks: deepspeed --num_gpus {ranks} SCRIPT, or torchrun --nproc-per-node {ranks} SCRIPT"
+        )
+    if world == ranks:
+        return TensorParallelGroup()
+    groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]
+    return TensorParallelGroup(groups[dist.get_rank() // ranks])
+
+
+def _initialize(ranks: int) -> None:
+    if not torch.distributed.is_initialized() and not any(name in os.environ for name in _STARTED_BY):
+        raise ValueError(
+            f"tp_size={ranks}, but this process was started by itself: none of {', '.join(_STARTED_BY)} is set."
+            f" Start {ranks} ranks: deepspeed --num_gpus {ranks} SCRIPT, or torchrun --nproc-per-node {ranks} SCRIPT"
+        )
+    # torchrun does not set what the `deepspeed` launcher sets, and what the sum over shared memory looks at.
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
+    if not dist.is_initialized():
+        dist.init_distributed()
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))

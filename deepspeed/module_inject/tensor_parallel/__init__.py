@@ -1,0 +1,4 @@
+"""Tensor parallelism for inference: docs/tensor_parallel.md.
+
+blocks ──> layout ──> shard, loading ──> wiring          decisions left, effects right
+"""
