@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +10,19 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.inference.config import DeepSpeedInferenceConfig, RankInputs
 from deepspeed.inference.rank_inputs import check_inputs, take_inputs_of_first_rank
-from deepspeed.inference.ways import has_kernel_policy, has_kernels, join_group, needs_base, tensor_parallel_size
+from deepspeed.inference.ways import (
+    folder_of,
+    has_kernel_policy,
+    has_kernels,
+    join_group,
+    needs_base,
+    tensor_parallel_size,
+    weights_of,
+)
 from deepspeed.model_implementations.transformers.ds_transformer import DeepSpeedTransformerInference
 from deepspeed.module_inject.tensor_parallel.collectives import TensorParallelGroup
 from deepspeed.module_inject.tensor_parallel.layout import Plan, plan
+from deepspeed.module_inject.tensor_parallel.loading import Loaded, load_slices, model_on_meta
 from deepspeed.module_inject.tensor_parallel.report import LEAST_SHARE, refusal, summary
 from deepspeed.module_inject.tensor_parallel.roles import declared_roles, planned_roles
 from deepspeed.module_inject.tensor_parallel.shard import shard_in_memory
@@ -27,39 +37,50 @@ from ._base_engine import *  # noqa: F401,F403
 
 
 class InferenceEngine(_base_engine.InferenceEngine):
-    """See the base's. ``plan`` says who holds what, if the model was divided by one."""
+    """See the base's. ``plan`` says who holds what, if the model was divided by one, and ``loaded`` what was read."""
 
     def __init__(self, model: Any, config: DeepSpeedInferenceConfig) -> None:
+        files = weights_of(model, config)
+        if isinstance(model, (str, Path)):
+            model = model_on_meta(folder_of(model), _float_type(config))
         config = _without_missing_kernels(model, config)
         ranks = tensor_parallel_size(config)
-        layout = _plan(model, config, ranks)
+        layout = _plan(model, config, ranks, loads=files is not None)
         if layout is None:
             before = _matrix_numels(model) if ranks > 1 and not config.replace_with_kernel_inject else {}
             super().__init__(model, config)
             self._forget_plan()
             _require_divided(self.module, before, ranks)
             return
-        group = join_group(config, ranks)
-        shard_in_memory(model, layout, group.rank, None if config.dtype == torch.int8 else config.dtype)
+        group = join_group(config, ranks) if ranks > 1 else None
+        rank = group.rank if group else 0
+        loaded = None
+        if files is None:
+            shard_in_memory(model, layout, rank, _float_type(config))
+        else:
+            loaded = load_slices(model, layout, rank, files, _float_type(config), _device(config))
         super().__init__(model, _of_one_rank(config))
         self._forget_plan()
-        self._follow_plan(config, layout, group)
+        self.plan, self.loaded, self._config = layout, loaded, config
+        if group is not None:
+            self._join(layout, group)
 
     def _forget_plan(self) -> None:
         self.plan: Plan | None = None
+        self.loaded: Loaded | None = None
         self._group: TensorParallelGroup | None = None
         self._hooks: list[RemovableHandle] = []
 
-    def _follow_plan(self, config: DeepSpeedInferenceConfig, layout: Plan, group: TensorParallelGroup) -> None:
-        self.plan, self._group = layout, group
-        self._config = config
-        self.mp_group, self.mpu = group.handle, config.tensor_parallel.mpu
+    def _join(self, layout: Plan, group: TensorParallelGroup) -> None:
+        """From now on the module computes together with those of the other ranks."""
+        self._group = group
+        self.mp_group, self.mpu = group.handle, self._config.tensor_parallel.mpu
         self._hooks = wire(self.module, layout, group)
-        if config.tensor_parallel.inputs is not RankInputs.trust:
+        if self._config.tensor_parallel.inputs is not RankInputs.trust:
             self._hooks.append(check_inputs(self.module, group))
         _share_random_state(group)
         element_bytes = next((parameter.element_size() for parameter in self.module.parameters()), 0)
-        log_dist(summary(layout, element_bytes), ranks=[group.global_ranks[0]])
+        log_dist(summary(layout, element_bytes, self.loaded), ranks=[group.global_ranks[0]])
         for note in layout.notes:
             log_dist(f"Tensor parallelism: {note}", ranks=[group.global_ranks[0]])
 
@@ -107,21 +128,36 @@ def _without_missing_kernels(model: Any, config: DeepSpeedInferenceConfig) -> De
     return config.model_copy(update={"replace_with_kernel_inject": False})
 
 
-def _plan(model: Any, config: DeepSpeedInferenceConfig, ranks: int) -> Plan | None:
-    """How this model is to be divided, or None if that is left to the base."""
-    if ranks == 1 or config.replace_with_kernel_inject or config.dtype == torch.int8:
+def _plan(model: Any, config: DeepSpeedInferenceConfig, ranks: int, loads: bool) -> Plan | None:
+    """How this model is to be divided, or None if that is left to the base.
+
+    The base cannot load in slices: a model that is to be loaded (``loads``) and cannot be divided is refused here.
+    """
+    if not loads and (ranks == 1 or config.replace_with_kernel_inject or config.dtype == torch.int8):
         return None
-    if not isinstance(model, nn.Module) or needs_base(model):
+    if not isinstance(model, nn.Module) or (needs_base(model) and not loads):
         return None
     roles = {**planned_roles(model), **declared_roles(model, config.injection_policy or {})}
     layout = plan(model, ranks, config.tensor_parallel.tp_grain_size, roles)
+    if loads and ranks > 1 and (needs_base(model) or layout.split_share < LEAST_SHARE):
+        raise ValueError(refusal(layout.split_share, ranks, list(layout.unsplit.items())))
     return layout if layout.split_share >= LEAST_SHARE else None
+
+
+def _float_type(config: DeepSpeedInferenceConfig) -> torch.dtype | None:
+    """What floating-point parameters become; None where the base quantizes them."""
+    return None if config.dtype == torch.int8 else config.dtype
+
+
+def _device(config: DeepSpeedInferenceConfig) -> torch.device:
+    """Where parameters are put as they are loaded."""
+    return torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
 
 
 def _of_one_rank(config: DeepSpeedInferenceConfig) -> DeepSpeedInferenceConfig:
     """For the base's constructor: the model is divided already, and is only cast and moved."""
     alone = config.tensor_parallel.model_copy(update={"tp_size": 1, "mpu": None, "tp_group": None})
-    return config.model_copy(update={"tensor_parallel": alone, "injection_policy": None})
+    return config.model_copy(update={"tensor_parallel": alone, "injection_policy": None, "checkpoint": None})
 
 
 def _share_random_state(group: TensorParallelGroup | None) -> None:

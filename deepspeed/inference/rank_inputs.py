@@ -59,8 +59,9 @@ def check_inputs(model: nn.Module, group: TensorParallelGroup) -> RemovableHandl
         first = group.global_ranks[0]
         raise RuntimeError(
             "tensor parallelism: the ranks hold one model together and need the same inputs, but the"
-            f" {what} of those of {_ranks(odd)} differ from those of rank {first}. Here: {_describe(args, kwargs)}. Give every rank the"
-            f" same batch (no DistributedSampler, the same seed before sampling), or take those of rank {first}:"
+            f" {what} of those of {_ranks(odd)} differ from those of rank {first}."
+            f" Here: {_describe(args, kwargs)}. Give every rank the same batch (no DistributedSampler, the same seed"
+            f" before sampling), or take those of rank {first}:"
             " tensor_parallel={'tp_size': N, 'inputs': 'broadcast'}"
         )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, Optional
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.replace_policy import replace_policies
+from deepspeed.module_inject.tensor_parallel.checkpoint import checkpoint_files
 from deepspeed.module_inject.tensor_parallel.collectives import TensorParallelGroup
+from deepspeed.module_inject.tensor_parallel.loading import is_on_meta
 from torch import nn
 
 _STARTED_BY = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -40,6 +44,44 @@ def needs_base(model: Any) -> bool:
     """Models whose heads take part in something outside the attention's own module: biases by position."""
     config = getattr(model, "config", None)
     return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "alibi", False))
+
+
+def weights_of(model: Any, config: Any) -> Optional[list[Path]]:
+    """The safetensors files from which a model without weights is loaded, or None if it has them, or if the base loads
+    it (a checkpoint that is described otherwise).
+
+    ``model`` is a folder or the name of a model on a hub, or a module on the meta device; for that ``checkpoint`` is a
+    folder, a safetensors file, or a description ``{"checkpoints": [files], ...}`` or its path.
+    """
+    if isinstance(model, (str, Path)):
+        return checkpoint_files(folder_of(model))
+    if not is_on_meta(model):
+        return None
+    checkpoint = config.checkpoint
+    if checkpoint is None:
+        if config.replace_with_kernel_inject:
+            return None
+        raise ValueError(
+            "the model is on the meta device: say where its weights are, init_inference(model, checkpoint=FOLDER)"
+        )
+    if isinstance(checkpoint, str) and not checkpoint.endswith(".json"):
+        return checkpoint_files(Path(checkpoint))
+    if isinstance(checkpoint, str):
+        checkpoint = json.loads(Path(checkpoint).read_text(encoding="utf-8"))
+    names = checkpoint.get("checkpoints")
+    if not isinstance(names, list) or not all(str(name).endswith(".safetensors") for name in names):
+        return None
+    base_dir = Path(config.base_dir or checkpoint.get("base_dir") or ".")
+    return [base_dir / name for name in names]
+
+
+def folder_of(model: str | Path) -> Path:
+    """The folder itself, or the local copy of a model on a hub, which is fetched if it is not there."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json"]))
 
 
 def tensor_parallel_size(config: Any) -> int:

@@ -121,6 +121,7 @@ _LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj")
 _LATENT_NORM = ("q_a_layernorm", "kv_a_layernorm")
 _ATTENTION_OUTPUT = ("o_proj", "out_proj", "out", "wo", "to_out", "out_lin", "dense")
 _DOWN = ("down_proj", "w2", "fc2", "fc_out", "lin2", "linear2", "dense_4h_to_h", "wo", "down")
+_PAIRS = (("fc1", "fc2"), ("lin1", "lin2"), ("linear1", "linear2"))
 _PACKED_IN = ("gate_up_proj",)
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
 _KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
@@ -341,16 +342,21 @@ def _sizes(name: str, module: nn.Module, names: Sequence[str], value: int, width
 
 
 def _mlp(structure: Structure, name: str, module: nn.Module, linears: Mapping[str, nn.Linear]) -> Optional[Block]:
-    """Layers side by side that feed one other, with nothing but functions of single elements between them."""
-    own = list(module.parameters(recurse=False))
-    others = [child for child_name, child in module.named_children() if child_name not in linears]
-    if own or any(list(child.parameters()) for child in others):
-        return None
+    """Layers side by side that feed one other, with nothing but functions of single elements between them.
+
+    The module may have other parts only if the layers have the names of a known pair, and no part is as wide as what
+    is between them.
+    """
     down_name = _down(structure, name, module, linears)
     if down_name is None:
         return None
     down = linears[down_name]
     units, hidden = down.in_features, down.out_features
+    own = {id(parameter) for linear in linears.values() for parameter in linear.parameters()}
+    others = [parameter for parameter in module.parameters() if id(parameter) not in own]
+    pair = tuple(sorted(linears)) in _PAIRS and units != hidden
+    if others and not (pair and all(units not in parameter.shape for parameter in others if parameter.dim() == 1)):
+        return None
     lanes = _linear_lanes(structure, down, Role.ROW, 1)
     for child_name, linear in linears.items():
         if child_name == down_name:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Optional
 
 from .layout import Plan
+from .loading import Loaded
 
 LEAST_SHARE = 0.9
 """Of the elements that could be divided, at least so many are, or init_inference raises."""
@@ -12,16 +14,17 @@ _NAMED = 12
 _MB = 1_000_000
 
 
-def summary(plan: Plan, element_bytes: int) -> str:
-    """Parameters and bytes of each rank, and how much of the model is divided."""
+def summary(plan: Plan, element_bytes: int, loaded: Optional[Loaded]) -> str:
+    """Parameters and bytes of each rank, how much of the model is divided, and what was read if it was loaded."""
     numels = plan.rank_numels()
     each = ", ".join(f"{numel:,} ({numel * element_bytes / _MB:,.1f} MB)" for numel in numels)
     reasons = sorted(set(plan.whole.values()))
     kept = f"; whole on every rank: norms{''.join(f', {reason}' for reason in reasons)}" if plan.ranks > 1 else ""
+    read = f"; rank 0 read {loaded.bytes_read / _MB:,.1f} MB in {loaded.seconds:.1f} s" if loaded else ""
     return (
         f"Tensor parallelism over {plan.ranks} ranks: {plan.total_numel:,} parameters"
         f" ({plan.total_numel * element_bytes / _MB:,.1f} MB); each rank holds {each}."
-        f" {100 * plan.split_share:.1f} % of what can be divided is{kept}"
+        f" {100 * plan.split_share:.1f} % of what can be divided is{kept}{read}"
     )
 
 
