@@ -50,7 +50,7 @@ class InferenceEngine(_base_engine.InferenceEngine):
             before = _matrix_numels(model) if ranks > 1 and not config.replace_with_kernel_inject else {}
             super().__init__(model, config)
             self._forget_plan()
-            _require_divided(self.module, before, ranks)
+            _require_divided(self.module, before, ranks, self.mp_group)
             return
         group = join_group(config, ranks) if ranks > 1 else None
         rank = group.rank if group else 0
@@ -76,7 +76,7 @@ class InferenceEngine(_base_engine.InferenceEngine):
         self._group = group
         self.mp_group, self.mpu = group.handle, self._config.tensor_parallel.mpu
         self._hooks = wire(self.module, layout, group)
-        if self._config.tensor_parallel.inputs is not RankInputs.trust:
+        if self._config.tensor_parallel.inputs != RankInputs.trust:
             self._hooks.append(check_inputs(self.module, group))
         _share_random_state(group)
         element_bytes = next((parameter.element_size() for parameter in self.module.parameters()), 0)
@@ -96,7 +96,7 @@ class InferenceEngine(_base_engine.InferenceEngine):
         return super()._generate(*inputs, **kwargs)
 
     def _broadcasts(self) -> bool:
-        return self._group is not None and self._config.tensor_parallel.inputs is RankInputs.broadcast
+        return self._group is not None and self._config.tensor_parallel.inputs == RankInputs.broadcast
 
     def _agreed_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         if not self._broadcasts():
@@ -139,9 +139,11 @@ def _plan(model: Any, config: DeepSpeedInferenceConfig, ranks: int, loads: bool)
         return None
     roles = {**planned_roles(model), **declared_roles(model, config.injection_policy or {})}
     layout = plan(model, ranks, config.tensor_parallel.tp_grain_size, roles)
-    if loads and ranks > 1 and (needs_base(model) or layout.split_share < LEAST_SHARE):
+    divided = layout.split_share >= LEAST_SHARE
+    # With too few heads the base would leave ranks with nothing of an attention.
+    if ranks > 1 and ((loads and needs_base(model)) or (not divided and (loads or layout.indivisible))):
         raise ValueError(refusal(layout.split_share, ranks, list(layout.unsplit.items())))
-    return layout if layout.split_share >= LEAST_SHARE else None
+    return layout if divided else None
 
 
 def _float_type(config: DeepSpeedInferenceConfig) -> torch.dtype | None:
@@ -170,23 +172,30 @@ def _share_random_state(group: TensorParallelGroup | None) -> None:
 
 
 def _matrix_numels(model: Any) -> dict[str, int]:
-    """Elements of each matrix that could be divided: embeddings of something else than tokens do not count."""
+    """Elements of each matrix that the base's AutoTP could divide: not those of embeddings, tied ones included."""
     if not isinstance(model, nn.Module):
         return {}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
         f"{name}.{key}" if name else key: parameter.numel()
         for name, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() > 1 and not isinstance(module, nn.Embedding)
+        if parameter.dim() > 1 and id(parameter) not in tables
     }
 
 
-def _require_divided(model: Any, before: dict[str, int], ranks: int) -> None:
-    """Raise ValueError if the base's AutoTP left more of the model whole than LEAST_SHARE allows."""
+def _require_divided(model: Any, before: dict[str, int], ranks: int, group: Any) -> None:
+    """Raise ValueError if the base's AutoTP left more of the model whole than LEAST_SHARE allows. A collective.
+
+    What is whole on one rank counts, even if others have nothing of it.
+    """
     if not before:
         return
     after = _matrix_numels(model)
-    whole = {name: numel for name, numel in before.items() if after.get(name, 0) >= numel}
+    device = get_accelerator().current_device_name()
+    largest = torch.tensor([after.get(name, 0) for name in before], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    whole = {name: numel for (name, numel), most in zip(before.items(), largest.tolist()) if most >= numel}
     share = 1 - sum(whole.values()) / sum(before.values())
     if share < LEAST_SHARE:
         modules = dict(model.named_modules())

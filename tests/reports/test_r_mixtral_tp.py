@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from tests.comparisons import Tolerance
-from tests.harness import Symptom, distributed, known_fault
+from tests.harness import distributed
 from tests.models import VOCABULARY, token_ids
 
 HIDDEN = 256
@@ -178,10 +178,6 @@ def test_moe_logits_equal_the_whole_model(family: str, world_size: int) -> None:
     assert_same_logits(shard(whole, world_size, kernel_injection=False), whole)
 
 
-@known_fault(
-    "R-mixtral-tp: experts are not split",
-    Symptom(AssertionError, match=r"the ranks hold (0\.[6-9]\d\d|1\.000), .* of the shardable elements"),
-)
 @distributed(world_size=2)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_moe_is_sharded(family: str, world_size: int) -> None:
@@ -189,10 +185,6 @@ def test_moe_is_sharded(family: str, world_size: int) -> None:
     assert_each_rank_holds_its_share(shard(whole, world_size, kernel_injection=False), whole, world_size)
 
 
-@known_fault(
-    "R-mixtral-tp: with kernel injection nothing is split, silently",
-    Symptom(AssertionError, match=r"the ranks hold 1\.000, 1\.000 of the shardable elements"),
-)
 @distributed(world_size=2)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_moe_is_sharded_with_kernel_injection(family: str, world_size: int) -> None:
@@ -200,10 +192,6 @@ def test_moe_is_sharded_with_kernel_injection(family: str, world_size: int) -> N
     assert_each_rank_holds_its_share(shard(whole, world_size, kernel_injection=True), whole, world_size)
 
 
-@known_fault(
-    "R-mixtral-tp, C25: a single kv head is not shared out",
-    Symptom(AssertionError, match="of the shardable elements|differs from plain torch"),
-)
 @distributed(world_size=2)
 def test_one_kv_head_on_two_ranks(world_size: int) -> None:
     whole = seeded_model(lambda: llama(kv_heads=1))

@@ -57,7 +57,8 @@ class Plan:
     ``splits`` has the parameters that are divided; of those in ``once`` only rank 0 has the values. ``sums`` are
     modules whose outputs are added up over the ranks, ``moe`` those in whose outputs this can, maybe, be done for all
     experts at once. ``unsplit`` are matrices that could be divided if they were understood, ``whole`` those that stay
-    whole on purpose; both give the reason. ``grain`` is what ``tp_grain_size`` became.
+    whole on purpose; both give the reason. ``indivisible`` are blocks with fewer units than there are ranks. ``grain``
+    is what ``tp_grain_size`` became.
     """
 
     ranks: int
@@ -72,6 +73,7 @@ class Plan:
     sizes: tuple[RankSize, ...]
     whole: Mapping[str, str]
     unsplit: Mapping[str, str]
+    indivisible: tuple[str, ...]
     grain: int
     notes: tuple[str, ...]
 
@@ -120,6 +122,9 @@ def plan(model: nn.Module, ranks: int, grain: int, roles: Mapping[str, Role]) ->
         candidate = _plan(model, blocks, ranks, smaller)
         if _imbalance(candidate) < _imbalance(best):
             best = candidate
+    if best.grain < grain:
+        note = f"cut at multiples of {best.grain} instead of tp_grain_size={grain}, so that ranks hold about the same"
+        return replace(best, notes=(note, *best.notes))
     return best
 
 
@@ -222,6 +227,7 @@ def _plan(model: nn.Module, blocks: Blocks, ranks: int, grain: int) -> Plan:
         sizes=tuple(draft.sizes),
         whole=dict(blocks.whole),
         unsplit=unsplit,
+        indivisible=tuple(block.name for block in every if block.units < ranks),
         grain=grain,
         notes=tuple(draft.notes),
     )

@@ -13,7 +13,8 @@ InjectionPolicy = Mapping[type, Union[str, Sequence[str]]]
 """``{LayerClass: names of the linear layers whose outputs are added up over the ranks}``."""
 
 _ROW_STYLES = ("rowwise", "rowwise_split_input")
-_COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
+# packed_rowwise: a gate and an up projection in one parameter whose output features are its last dimension.
+_COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "packed_rowwise")
 
 
 class Role(Enum):
