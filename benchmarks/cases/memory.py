@@ -7,18 +7,12 @@ of the memory that ranks share a rank's part.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
 
 from benchmarks.case import Case, Rank
 from benchmarks.figure import TIMES_PLAIN, Aim, Figure
-
-T = TypeVar("T")
+from benchmarks.peak_memory import HighWaterMark, in_fresh_process
 
 LAYERS = 8
 HIDDEN = 1024
@@ -27,7 +21,6 @@ TOKENS = 16
 
 
 LOGITS_TOLERANCE = 1e-4
-MMAP_THRESHOLD_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -71,17 +64,6 @@ def measure(rank: Rank) -> list[Figure]:
     ]
 
 
-def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function of this module in a new interpreter that has this rank's environment variables.
-
-    glibc reads its threshold when a process starts. Fixed, it has tensors given back to the system as they are freed;
-    left to itself, it grows with the tensors, and half a model of freed blocks stays resident in one run of two.
-    """
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD_BYTES)
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as executor:
-        return executor.submit(function, *arguments).result()
-
-
 def _plain_peaks(checkpoint: Path, layers: int) -> Peaks:
     """Writes the checkpoint, gives up the model that it came from, and then loads and runs it as anybody would."""
     import torch
@@ -89,7 +71,7 @@ def _plain_peaks(checkpoint: Path, layers: int) -> Peaks:
     from benchmarks import workload
 
     workload.build(workload.llama(layers, HIDDEN, VOCABULARY)).save_pretrained(checkpoint)
-    memory = _HighWaterMark()
+    memory = HighWaterMark()
     model = workload.load(checkpoint).eval()
     loading_bytes = memory.take_bytes()
     with torch.no_grad():
@@ -108,7 +90,7 @@ def _zero3_peaks(checkpoint: Path) -> Peaks:
 
     ds_config = workload.zero3_config()
     alive = HfDeepSpeedConfig(ds_config)  # makes from_pretrained partition, as long as it lives
-    memory = _HighWaterMark()
+    memory = HighWaterMark()
     with workload.process_group():
         engine = workload.zero3_engine(workload.load(checkpoint).eval(), ds_config)
         loading_bytes = memory.take_bytes()
@@ -131,37 +113,6 @@ def _zero3_peaks(checkpoint: Path) -> Peaks:
     sizes_bytes = [parameter.ds_numel * parameter.element_size() for parameter in parameters]
     whole_share = max(whole_numels) / sum(parameter.ds_numel for parameter in parameters)
     return Peaks(loading_bytes, forward_bytes, sum(sizes_bytes), max(sizes_bytes), whole_share, logits[0, -1].tolist())
-
-
-class _HighWaterMark:
-    """The peak resident memory of this process between two looks at it, above the level at its start.
-
-    Linux only: `ru_maxrss` would not do, since a process inherits its parent's peak and cannot reset it.
-    """
-
-    def __init__(self) -> None:
-        self._baseline_bytes = self._read_bytes("VmRSS")
-        self._reset()
-
-    def take_bytes(self) -> int:
-        """The peak since the last look; the next peak starts at what is resident now."""
-        ranks = int(os.environ["WORLD_SIZE"])
-        others_bytes = self._read_bytes("RssShmem") * (ranks - 1) // ranks
-        peak_bytes = self._read_bytes("VmHWM") - self._baseline_bytes - others_bytes
-        self._reset()
-        return peak_bytes
-
-    @staticmethod
-    def _reset() -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
-
-    @staticmethod
-    def _read_bytes(field: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == field:
-                return int(rest.split()[0]) * 1024
-        raise RuntimeError(f"/proc/self/status has no {field}; peak memory can only be measured on Linux")
 
 
 CASE = Case(title=f"peak memory (Llama, {LAYERS} layers, hidden {HIDDEN}, fp32, no grad)", measure=measure)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import disk
 from benchmarks.case import Case, Rank
-from benchmarks.cases.memory import in_fresh_process
+from benchmarks.peak_memory import in_fresh_process
 from benchmarks.figure import Better, Figure
 
 LAYERS = 8

@@ -122,6 +122,10 @@ def _initialize(ranks: int) -> None:
     # torchrun does not set what the `deepspeed` launcher sets, and what the sum over shared memory looks at.
     if "LOCAL_WORLD_SIZE" in os.environ:
         os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
+    accelerator = get_accelerator()
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        # Processes that were started by hand: without it the base would ask MPI who they are.
+        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % max(accelerator.device_count(), 1))
     if not dist.is_initialized():
         dist.init_distributed()
-    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
+from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from torch import nn
 
 from .layout import Plan
@@ -16,15 +17,25 @@ def shard_in_memory(model: nn.Module, plan: Plan, rank: int, dtype: Optional[tor
     The parameters stay the objects that they are, so ties and references keep; the memory of the rest is free as soon
     as a parameter is done, unless somebody outside holds it. Floating-point parameters become ``dtype``.
     """
+    heap = HeapTrimmer()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             split = plan.splits.get(name)
-            part = parameter.data if split is None else split.take(parameter.data, rank)
+            part = _own(parameter.data) if split is None else split.take(parameter.data, rank)
             if dtype is not None and part.is_floating_point():
                 part = part.to(dtype)
+            whole_bytes = parameter.numel() * parameter.element_size()
             parameter.data = part
+            heap.freed(whole_bytes - part.numel() * part.element_size())
+    heap.freed(heap.after_bytes)
     drop_repeated(model, plan, rank)
     model.requires_grad_(False)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in memory that holds nothing else: a small one may be a view of a whole file that was mapped."""
+    own_bytes = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() == own_bytes else tensor.clone()
 
 
 def drop_repeated(model: nn.Module, plan: Plan, rank: int) -> None:

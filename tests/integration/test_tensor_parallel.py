@@ -1,0 +1,120 @@
+"""Tensor-parallel inference as a user starts it: three ways to start ranks, and the memory that they take (C26)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from tests import shared_segments
+from tests.integration.tensor_parallel_run import TOKENS
+from tests.tensor_parallel_models import build
+
+SCRIPT = Path(__file__).with_name("tensor_parallel_run.py")
+LIMIT_S = 240
+LARGE = {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_local_experts": 4,
+}
+"""400 MB of fp32. Experts are stored one by one: the largest slice is that of an expert or of the vocabulary."""
+SLACK_BYTES = 16 * 2**20
+"""The Python objects of the model, of transformers' conversion and of the process group."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(port: int) -> dict[str, str]:
+    """A rank's, without what a launcher would have set."""
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in launched}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    threads = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**kept, **threads, **address, "DS_ACCELERATOR": "cpu", "PATH": path}
+
+
+def start(way: str, folder: Path, results: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
+    port = free_port()
+    script = [str(SCRIPT), str(folder), str(results), *arguments]
+    plain = environment(port)
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+    commands = {
+        "deepspeed": [
+            [sys.executable, deepspeed, "--master_port", str(port), "--num_accelerators", str(ranks), *script]
+        ],
+        "torchrun": [
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            + ["--master-port", str(port), *script]
+        ],
+        "plain": [[sys.executable, *script]] * ranks,
+    }[way]
+    try:
+        processes = []
+        for rank, command in enumerate(commands):
+            own = {**plain, "RANK": str(rank), "WORLD_SIZE": str(ranks)} if way == "plain" else plain
+            processes.append(
+                subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        assert all(process.returncode == 0 for process in processes), "\n".join(outputs)[-6000:]
+    finally:
+        for process in processes:
+            process.kill()
+        shared_segments.remove(shared_segments.named_after([port]))
+    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("way", ["deepspeed", "torchrun", "plain"])
+def test_each_way_to_start_ranks(way: str, tmp_path: Path) -> None:
+    """Under torchrun nobody sets LOCAL_SIZE, and in processes that were started by hand not even LOCAL_RANK is set."""
+    whole = build("mixtral")
+    whole.save_pretrained(tmp_path / "model")
+    expected = whole.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False).tolist()
+    ranks = start(way, tmp_path / "model", tmp_path)
+    assert [rank["tokens"] for rank in ranks] == [expected] * 2
+    assert ranks[0]["local_size"] == (None if way == "plain" else "2")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        MixtralForCausalLM(MixtralConfig(**LARGE)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("source", ["folder", "in-memory"])
+def test_memory_of_a_rank_is_that_of_its_share(source: str, large: Path, tmp_path: Path) -> None:
+    """C26. A model that is in memory already is divided without another copy, and what is not kept is free."""
+    stored_bytes = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+    assert stored_bytes > 350_000_000
+    slice_bytes = 4 * LARGE["hidden_size"] * max(LARGE["intermediate_size"], LARGE["vocab_size"]) // 2
+    for rank in start("torchrun", large, tmp_path, *([source] if source == "in-memory" else [])):
+        print(source, rank)
+        assert rank["held_bytes"] <= 1.01 * stored_bytes / 2
+        if source == "folder":
+            assert rank["peak_bytes"] <= 1.3 * stored_bytes / 2 + slice_bytes
+            assert rank["read_bytes"] <= 1.01 * rank["held_bytes"]
+        else:
+            largest = 2 * LARGE["num_local_experts"] * LARGE["intermediate_size"] * LARGE["hidden_size"]
+            assert rank["peak_bytes"] <= 4 * largest + SLACK_BYTES
+        assert rank["after_bytes"] <= rank["held_bytes"] + SLACK_BYTES
