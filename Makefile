@@ -29,7 +29,7 @@ MARK := .made-by-make
 
 OVERLAY := $(shell find deepspeed op_builder csrc fork -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: help venv develop demo test test-slow lint check bench clean tools
+.PHONY: help venv develop demo demo-tp test test-slow lint check bench clean tools
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -89,6 +89,13 @@ demo: $(VENV)/.fork $(MODEL) ## generate English with a real MoE under ZeRO-3 on
 	  examples/generate.py --model $(MODEL) --output $(CACHE)/demo/tokens.json
 	@rm -f /dev/shm/deepspeed_allreduce_buffer_*_$(FREE_PORT)_*
 	$(PY) examples/compare_with_plain.py --model $(MODEL) --tokens $(CACHE)/demo/tokens.json
+
+demo-tp: $(VENV)/.fork $(MODEL) ## the same MoE divided among 2 ranks by init_inference, and compared with transformers
+	@rm -f $(CACHE)/demo/tokens-tp.json
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" deepspeed --log_level warning --master_port $(FREE_PORT) --num_accelerators 2 \
+	  examples/generate_tensor_parallel.py --model $(MODEL) --output $(CACHE)/demo/tokens-tp.json
+	@rm -f /dev/shm/deepspeed_allreduce_buffer_*_$(FREE_PORT)_*
+	$(PY) examples/compare_with_plain.py --model $(MODEL) --tokens $(CACHE)/demo/tokens-tp.json
 
 test: $(VENV)/.fork ## run the suite
 	$(PY) -m pytest tests

@@ -52,6 +52,10 @@ class InferenceEngine(_base_engine.InferenceEngine):
             self._forget_plan()
             _require_divided(self.module, before, ranks, self.mp_group)
             return
+        if ranks > 1 and config.enable_cuda_graph:
+            raise ValueError(
+                "enable_cuda_graph=True: graphs cannot hold what ranks exchange; use tp_size=1 or no graphs"
+            )
         group = join_group(config, ranks) if ranks > 1 else None
         rank = group.rank if group else 0
         loaded = None
@@ -140,10 +144,17 @@ def _plan(model: Any, config: DeepSpeedInferenceConfig, ranks: int, loads: bool)
     roles = {**planned_roles(model), **declared_roles(model, config.injection_policy or {})}
     layout = plan(model, ranks, config.tensor_parallel.tp_grain_size, roles)
     divided = layout.split_share >= LEAST_SHARE
+    if ranks == 1 or (divided and not needs_base(model)):
+        return layout
+    if loads and needs_base(model):
+        raise ValueError(
+            f"{type(model).__name__} is divided by AutoTP, which cannot load in slices: load the model yourself"
+            " (from_pretrained) and give it to init_inference"
+        )
     # With too few heads the base would leave ranks with nothing of an attention.
-    if ranks > 1 and ((loads and needs_base(model)) or (not divided and (loads or layout.indivisible))):
+    if loads or layout.indivisible:
         raise ValueError(refusal(layout.split_share, ranks, list(layout.unsplit.items())))
-    return layout if divided else None
+    return None
 
 
 def _float_type(config: DeepSpeedInferenceConfig) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from deepspeed.module_inject.replace_policy import replace_policies
 from deepspeed.module_inject.tensor_parallel.checkpoint import checkpoint_files
 from deepspeed.module_inject.tensor_parallel.collectives import TensorParallelGroup
 from deepspeed.module_inject.tensor_parallel.loading import is_on_meta
+from deepspeed.moe.utils import has_moe_layers
 from torch import nn
 
 _STARTED_BY = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -40,10 +41,14 @@ def has_kernels() -> bool:
     return bool(builder.is_compatible(verbose=False))
 
 
-def needs_base(model: Any) -> bool:
-    """Models whose heads take part in something outside the attention's own module: biases by position."""
+def needs_base(model: nn.Module) -> bool:
+    """Models that a plan cannot divide: whose heads take part in something outside the attention's own module (biases
+    by position), whose experts are spread over the ranks already, or whose parameters are.
+    """
     config = getattr(model, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "alibi", False))
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "alibi", False):
+        return True
+    return has_moe_layers(model)[0] or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def weights_of(model: Any, config: Any) -> Optional[list[Path]]:

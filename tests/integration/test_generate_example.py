@@ -84,10 +84,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def launch(ranks: int, *arguments: str | Path, example: str = "generate.py") -> subprocess.CompletedProcess[str]:
     port = free_port()
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--master_port", str(port)]
-    command = [*launcher, "--num_accelerators", str(ranks), str(EXAMPLES / "generate.py"), *map(str, arguments)]
+    command = [*launcher, "--num_accelerators", str(ranks), str(EXAMPLES / example), *map(str, arguments)]
     scripts = str(Path(sys.executable).parent)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
@@ -131,6 +131,25 @@ class TestUnderTheLauncher:
         assert compare(compare_with_plain, monkeypatch, model, tokens) == 0
         count = sum(len(row) for rank in recorded["ranks"] for row in rank["tokens"])
         assert f"EQUAL: all {count} tokens equal plain transformers" in capsys.readouterr().out
+
+    def test_a_divided_model_writes_the_same(
+        self,
+        model: Path,
+        prompts: Path,
+        tmp_path: Path,
+        compare_with_plain: ModuleType,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """examples/generate_tensor_parallel.py: all ranks work on all prompts."""
+        tokens = tmp_path / "tokens.json"
+        files: list[str | Path] = ["--model", model, "--prompts", prompts, "--output", tokens]
+        generated = launch(2, *files, "--max-new-tokens", str(NEW_TOKENS), example="generate_tensor_parallel.py")
+        assert generated.returncode == 0, generated.stdout + generated.stderr
+        (recorded,) = json.loads(tokens.read_text())["ranks"]
+        assert recorded["prompts"] == PROMPTS
+        assert compare(compare_with_plain, monkeypatch, model, tokens) == 0
+        assert f"EQUAL: all {3 * NEW_TOKENS} tokens" in capsys.readouterr().out
 
     def test_an_error_of_the_user_is_one_line_and_the_exit_status(self, model: Path, tmp_path: Path) -> None:
         prompts = tmp_path / "one.txt"

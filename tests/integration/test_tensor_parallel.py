@@ -82,34 +82,41 @@ def start(way: str, folder: Path, results: Path, *arguments: str, ranks: int = 2
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("way", ["deepspeed", "torchrun", "plain"])
-def test_each_way_to_start_ranks(way: str, tmp_path: Path) -> None:
-    """Under torchrun nobody sets LOCAL_SIZE, and in processes that were started by hand not even LOCAL_RANK is set."""
+def test_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
+    """Neither LOCAL_SIZE nor LOCAL_RANK is set."""
     whole = build("mixtral")
     whole.save_pretrained(tmp_path / "model")
     expected = whole.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False).tolist()
-    ranks = start(way, tmp_path / "model", tmp_path)
-    assert [rank["tokens"] for rank in ranks] == [expected] * 2
-    assert ranks[0]["local_size"] == (None if way == "plain" else "2")
+    assert [rank["tokens"] for rank in start("plain", tmp_path / "model", tmp_path)] == [expected] * 2
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A folder with the model, and what it generates in one process."""
     folder = tmp_path_factory.mktemp("large")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        MixtralForCausalLM(MixtralConfig(**LARGE)).save_pretrained(folder)
-    return folder
+        model = MixtralForCausalLM(MixtralConfig(**LARGE)).eval()
+    model.save_pretrained(folder)
+    return folder, model.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False).tolist()
 
 
-@pytest.mark.parametrize("source", ["folder", "in-memory"])
-def test_memory_of_a_rank_is_that_of_its_share(source: str, large: Path, tmp_path: Path) -> None:
-    """C26. A model that is in memory already is divided without another copy, and what is not kept is free."""
-    stored_bytes = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+@pytest.mark.parametrize(("way", "source"), [("deepspeed", "folder"), ("torchrun", "in-memory")])
+def test_memory_of_a_rank_is_that_of_its_share(
+    way: str, source: str, large: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    """C26, under both launchers; torchrun does not set LOCAL_SIZE.
+
+    A model that is in memory already is divided without another copy, and what is not kept is free.
+    """
+    folder, expected = large
+    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert stored_bytes > 350_000_000
     slice_bytes = 4 * LARGE["hidden_size"] * max(LARGE["intermediate_size"], LARGE["vocab_size"]) // 2
-    for rank in start("torchrun", large, tmp_path, *([source] if source == "in-memory" else [])):
+    for rank in start(way, folder, tmp_path, *([source] if source == "in-memory" else [])):
         print(source, rank)
+        assert rank["tokens"] == expected
+        assert rank["local_size"] == "2"
         assert rank["held_bytes"] <= 1.01 * stored_bytes / 2
         if source == "folder":
             assert rank["peak_bytes"] <= 1.3 * stored_bytes / 2 + slice_bytes

@@ -169,7 +169,22 @@ class Normed(nn.Module):
         self.fc2 = nn.Linear(512, 256)
 
 
+class NormedAttention(Scorer):
+    """Layers of known names, and a norm of nobody knows what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = self.ask, self.offer, self.give, self.mix
+        del self.ask, self.offer, self.give, self.mix
+        self.norm = nn.LayerNorm(256)
+
+
 def test_what_is_not_understood_stays_whole() -> None:
+    assert not plan_of(nn.Sequential(NormedAttention()), 2).splits
+    # Told that the last layer is ROW, but not how many heads there are: no MLP either.
+    scorer = nn.Sequential(Scorer())
+    del scorer[0].num_heads
+    assert not plan(scorer, 2, GRAIN, declared_roles(scorer, {Scorer: "mix"})).splits
     layout = plan_of(nn.Sequential(Scorer(), Normed()), 2)
     assert not layout.splits
     assert layout.split_share == 0.0
@@ -177,6 +192,15 @@ def test_what_is_not_understood_stays_whole() -> None:
     text = refusal(layout.split_share, 2, list(layout.unsplit.items()))
     for expected in ("tp_size=2", "0.0 %", "0.ask.weight", "1.fc2.weight", "injection_policy={"):
         assert expected in text
+
+
+def test_a_parameter_of_two_blocks_stays_whole() -> None:
+    """Each would cut it in its own way."""
+    one, other = models.Expert(256, 512, bias=False), models.Expert(256, 512, bias=False)
+    assert len(plan_of(nn.Sequential(one, other), 2).splits) == 6
+    other.w2.weight = one.w2.weight
+    layout = plan_of(nn.Sequential(one, other), 2)
+    assert not layout.splits
 
 
 def test_a_declaration_divides_what_names_do_not_tell() -> None:

@@ -10,6 +10,7 @@ all shapes must agree. The rest stays whole, with a reason. Parameters may be on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -58,6 +59,10 @@ class Block:
     once: tuple[str, ...] = ()
     sizes: tuple[SizeAttribute, ...] = ()
 
+    @property
+    def all_lanes(self) -> tuple[Lane, ...]:
+        return self.lanes
+
 
 @dataclass(frozen=True)
 class FusedExperts(Block):
@@ -83,6 +88,10 @@ class AttentionBlock(Block):
     kv_lanes: tuple[Lane, ...] = ()
     kv_sizes: tuple[SizeAttribute, ...] = ()
     norms: tuple[WholeNorm, ...] = ()
+
+    @property
+    def all_lanes(self) -> tuple[Lane, ...]:
+        return (*self.lanes, *self.kv_lanes)
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,8 @@ _EXPANDED_KEY_VALUE = ("kv_b_proj",)
 """Keys and values of every query head, computed from what all of them share."""
 _LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj")
 _LATENT_NORM = ("q_a_layernorm", "kv_a_layernorm")
+_OF_QUERIES, _OF_KEYS = ("q", "query"), ("k", "key")
+"""How names of norms begin."""
 _ATTENTION_OUTPUT = ("o_proj", "out_proj", "out", "wo", "to_out", "out_lin", "dense")
 _DOWN = ("down_proj", "w2", "fc2", "fc_out", "lin2", "linear2", "dense_4h_to_h", "wo", "down")
 _PAIRS = (("fc1", "fc2"), ("lin1", "lin2"), ("linear1", "linear2"))
@@ -144,9 +155,14 @@ class Structure:
         return self._names[id(parameter)]
 
     def linears(self, parent: str) -> dict[str, nn.Linear]:
-        """The linear layers right under ``parent``, by their names there."""
-        children = self.modules[parent].named_children()
-        return {name: child for name, child in children if isinstance(child, nn.Linear)}
+        """The linear layers right under ``parent``, by their names there; without those whose weights are packed."""
+        return {
+            name: child
+            for name, child in self.modules[parent].named_children()
+            if isinstance(child, nn.Linear)
+            and tuple(child.weight.shape) == (child.out_features, child.in_features)
+            and child.weight.is_floating_point()
+        }
 
     def configs(self, module: nn.Module) -> Iterator[Any]:
         """Where numbers of heads may be found: the module, its config, the model's, that of its text model."""
@@ -192,9 +208,23 @@ def find_blocks(model: nn.Module, roles: Mapping[str, Role]) -> Blocks:
         mlp = _mlp(structure, name, module, linears)
         if mlp is not None:
             found.feed_forward.append(mlp)
+    _leave_shared_parameters(found)
     found.moe = _moe_blocks(structure, found)
     _note_small_parts_of_moe(structure, found)
     return found
+
+
+def _leave_shared_parameters(found: Blocks) -> None:
+    """Blocks that have a parameter in common with another one would have to agree on how it is cut: all stay whole."""
+    blocks: list[Block] = [*found.attention, *found.feed_forward]
+    if found.vocabulary is not None:
+        blocks.append(found.vocabulary)
+    uses = Counter(lane.parameter for block in blocks for lane in block.all_lanes)
+    shared = {block.name for block in blocks if any(uses[lane.parameter] > 1 for lane in block.all_lanes)}
+    found.attention = [block for block in found.attention if block.name not in shared]
+    found.feed_forward = [block for block in found.feed_forward if block.name not in shared]
+    if found.vocabulary is not None and found.vocabulary.name in shared:
+        found.vocabulary = None
 
 
 def _linear_lanes(structure: Structure, linear: nn.Linear, role: Role, width: int, starts: tuple[int, ...] = (0,)):
@@ -317,11 +347,13 @@ def _small_parts(
         parameters = list(child.parameters())
         if child_name in linears or child_name in _LATENT_NORM or not parameters:
             continue
-        of_keys = "k" in child_name.split("_")[0]
+        of_keys = child_name.split("_")[0] in _OF_KEYS
         count = kv_heads if of_keys else heads
         shapes = {tuple(parameter.shape) for parameter in parameters}
         if shapes == {(width,)}:
             continue  # the same norm for each head
+        if not of_keys and child_name.split("_")[0] not in _OF_QUERIES:
+            return None  # of what? A norm of the attention's input has as many features as one of all queries
         if shapes == {(count, width)}:
             own = kv_lanes if of_keys else lanes
             own += [Lane(structure.name_of(parameter), 0) for parameter in parameters]
@@ -345,8 +377,11 @@ def _mlp(structure: Structure, name: str, module: nn.Module, linears: Mapping[st
     """Layers side by side that feed one other, with nothing but functions of single elements between them.
 
     The module may have other parts only if the layers have the names of a known pair, and no part is as wide as what
-    is between them.
+    is between them. At most two layers are side by side, a gate and what it gates: three would be an attention whose
+    heads are not known.
     """
+    if len(linears) > 3 or not set(linears).isdisjoint(_QUERY):
+        return None
     down_name = _down(structure, name, module, linears)
     if down_name is None:
         return None
@@ -387,8 +422,6 @@ def _down(structure: Structure, name: str, module: nn.Module, linears: Mapping[s
     named = [child for child in linears if child in _DOWN]
     if len(named) == 1:
         return named[0]
-    if len(linears) > 3:
-        return None
     if isinstance(module, nn.Sequential):
         return list(linears)[-1] if len(linears) == 2 else None
     fitting = [

@@ -168,11 +168,7 @@ class _Draft:
 
 
 def _block_numel(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(_numel(shapes[lane.parameter]) for lane in _lanes(block))
-
-
-def _lanes(block: Block) -> tuple[Lane, ...]:
-    return (*block.lanes, *block.kv_lanes) if isinstance(block, AttentionBlock) else block.lanes
+    return sum(_numel(shapes[lane.parameter]) for lane in block.all_lanes)
 
 
 def _plan(model: nn.Module, blocks: Blocks, ranks: int, grain: int) -> Plan:
@@ -188,7 +184,9 @@ def _plan(model: nn.Module, blocks: Blocks, ranks: int, grain: int) -> Plan:
     for block in every:
         if block.units < ranks:
             reason = f"{block.units} {'heads' if isinstance(block, AttentionBlock) else 'units'} for {ranks} ranks"
-            draft.unsplit.update({lane.parameter: reason for lane in _lanes(block) if len(shapes[lane.parameter]) > 1})
+            draft.unsplit.update(
+                {lane.parameter: reason for lane in block.all_lanes if len(shapes[lane.parameter]) > 1}
+            )
         elif isinstance(block, AttentionBlock):
             norms += _divide_attention(draft, block)
             divided.append(block)
