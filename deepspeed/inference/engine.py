@@ -20,9 +20,10 @@ from deepspeed.inference.ways import (
     weights_of,
 )
 from deepspeed.model_implementations.transformers.ds_transformer import DeepSpeedTransformerInference
+from deepspeed.module_inject.tensor_parallel.checkpoint import checkpoint_files
 from deepspeed.module_inject.tensor_parallel.collectives import TensorParallelGroup
 from deepspeed.module_inject.tensor_parallel.layout import Plan, plan
-from deepspeed.module_inject.tensor_parallel.loading import Loaded, load_slices, model_on_meta
+from deepspeed.module_inject.tensor_parallel.loading import Loaded, is_on_meta, load_slices, model_on_meta
 from deepspeed.module_inject.tensor_parallel.report import LEAST_SHARE, refusal, summary
 from deepspeed.module_inject.tensor_parallel.roles import declared_roles, planned_roles
 from deepspeed.module_inject.tensor_parallel.shard import shard_in_memory
@@ -40,10 +41,11 @@ class InferenceEngine(_base_engine.InferenceEngine):
     """See the base's. ``plan`` says who holds what, if the model was divided by one, and ``loaded`` what was read."""
 
     def __init__(self, model: Any, config: DeepSpeedInferenceConfig) -> None:
-        files = weights_of(model, config)
-        if isinstance(model, (str, Path)):
-            model = model_on_meta(folder_of(model), _float_type(config))
-        config = _without_missing_kernels(model, config)
+        folder = folder_of(model) if isinstance(model, (str, Path)) else None
+        if folder is not None:
+            model = model_on_meta(folder, _float_type(config))
+        config = _without_missing_kernels(model, config, has_weights=folder is None)
+        files = weights_of(model, config) if folder is None else checkpoint_files(folder)
         ranks = tensor_parallel_size(config)
         layout = _plan(model, config, ranks, loads=files is not None)
         if layout is None:
@@ -116,13 +118,20 @@ class InferenceEngine(_base_engine.InferenceEngine):
             super().destroy()
 
 
-def _without_missing_kernels(model: Any, config: DeepSpeedInferenceConfig) -> DeepSpeedInferenceConfig:
+def _without_missing_kernels(
+    model: Any, config: DeepSpeedInferenceConfig, has_weights: bool
+) -> DeepSpeedInferenceConfig:
+    """The configuration without kernel injection where that cannot be done, which is said."""
     if not config.replace_with_kernel_inject:
         return config
-    known = has_kernel_policy(model)
-    if known and has_kernels():
+    if not has_kernel_policy(model):
+        why = f"there is no policy for {type(model).__name__}"
+    elif not has_kernels():
+        why = "this machine cannot run the kernels"
+    elif not has_weights:
+        why = "a model that is given as a folder is loaded slice by slice, which the kernels' own loading cannot"
+    else:
         return config
-    why = "this machine cannot run the kernels" if known else f"there is no policy for {type(model).__name__}"
     logger.warning(
         "replace_with_kernel_inject=True, but %s: no kernels are injected, and the model is divided by automatic tensor"
         " parallelism (tp_size=%d)",
@@ -139,7 +148,7 @@ def _plan(model: Any, config: DeepSpeedInferenceConfig, ranks: int, loads: bool)
     """
     if not loads and (ranks == 1 or config.replace_with_kernel_inject or config.dtype == torch.int8):
         return None
-    if not isinstance(model, nn.Module) or (needs_base(model) and not loads):
+    if not isinstance(model, nn.Module) or (not loads and (needs_base(model) or is_on_meta(model))):
         return None
     roles = {**planned_roles(model), **declared_roles(model, config.injection_policy or {})}
     layout = plan(model, ranks, config.tensor_parallel.tp_grain_size, roles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -51,21 +51,16 @@ def needs_base(model: nn.Module) -> bool:
     return has_moe_layers(model)[0] or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def weights_of(model: Any, config: Any) -> Optional[list[Path]]:
-    """The safetensors files from which a model without weights is loaded, or None if it has them, or if the base loads
-    it (a checkpoint that is described otherwise).
+def weights_of(model: Any, config: Any) -> list[Path] | None:
+    """The safetensors files from which a module on the meta device is loaded, or None if it has its weights, or if the
+    base loads it (with kernels, or a checkpoint that is described otherwise).
 
-    ``model`` is a folder or the name of a model on a hub, or a module on the meta device; for that ``checkpoint`` is a
-    folder, a safetensors file, or a description ``{"checkpoints": [files], ...}`` or its path.
+    ``checkpoint`` is a folder, a safetensors file, or a description ``{"checkpoints": [files], ...}`` or its path.
     """
-    if isinstance(model, (str, Path)):
-        return checkpoint_files(folder_of(model))
-    if not is_on_meta(model):
+    if config.replace_with_kernel_inject or not is_on_meta(model):
         return None
     checkpoint = config.checkpoint
     if checkpoint is None:
-        if config.replace_with_kernel_inject:
-            return None
         raise ValueError(
             "the model is on the meta device: say where its weights are, init_inference(model, checkpoint=FOLDER)"
         )

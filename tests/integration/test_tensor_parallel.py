@@ -124,4 +124,4 @@ def test_memory_of_a_rank_is_that_of_its_share(
         else:
             largest = 2 * LARGE["num_local_experts"] * LARGE["intermediate_size"] * LARGE["hidden_size"]
             assert rank["peak_bytes"] <= 4 * largest + SLACK_BYTES
-        assert rank["after_bytes"] <= rank["held_bytes"] + SLACK_BYTES
+            assert rank["after_bytes"] <= rank["held_bytes"] + SLACK_BYTES
