@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv first, once, with everything pinned.
+# Three commands on a fresh machine: `make demo`, `make demo-tp` and `make test`. Each makes .venv first, with everything pinned.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:

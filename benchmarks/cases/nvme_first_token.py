@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks import disk
 from benchmarks.case import Case, Rank
-from benchmarks.peak_memory import in_fresh_process
 from benchmarks.figure import Better, Figure
+from benchmarks.peak_memory import in_fresh_process
 
 LAYERS = 8
 HIDDEN = 1536

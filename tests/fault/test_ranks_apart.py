@@ -30,7 +30,7 @@ from tests.harness import distributed
 from tests.models import zero3_config
 from tests.moe import RoutedModel, hidden_states, seeded
 
-LOCKSTEP_TIMEOUT_S = 3.0
+LOCKSTEP_TIMEOUT_S = 1.5
 GRACE_S = 5.0
 """How much later than its limit the error may come: a look at the clock, a message, a busy machine."""
 TIMEOUT_S = 40.0
