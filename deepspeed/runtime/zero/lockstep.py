@@ -2,7 +2,8 @@
 
 [Note: how ranks agree]
 
-A gather needs all ranks of the partition group. The ranks take their collectives in one of two ways.
+A pass that only reads needs no other rank where partitions can be read without their owners (node_store.py). Otherwise
+a gather needs all ranks of the partition group, and the ranks take their collectives in one of two ways.
 
 *By script.* Ranks whose next steps are the same, with the same plan (one `Segment`, compared by its fingerprint), just
 follow it. Each knows what the others will gather, in which order, so nothing is exchanged. Two words travel with the
@@ -22,6 +23,10 @@ no round when it begins. A rank that does something else comes off that script a
 
 Modules at which ranks stood apart are *unsteady* from then on: no script leads through them. What was never apart pays
 nothing.
+
+Who changes partitions that others read does so between two rounds, at `Point.UPDATE` (an optimizer step has
+`Point.STEP` for it) and at `Point.UPDATED`. Ranks that share a segment see in it who has come to a round and who is
+getting on; a rank that is gets the time that it takes.
 
 What no round can resolve (one rank reduces gradients while another begins its next forward), and a rank that does not
 come at all, is a `LockstepError` on every rank that is there.

@@ -367,8 +367,8 @@ class DeepSpeedZeRoOffload:
         if self._peers is None:
             if self._gather_mode is GatherMode.NODE and any(p.ds_zero_partition_world_size > 1 for p in params):
                 raise ValueError(
-                    "stage3_gather: node is not possible, since parameters are partitioned over several process groups. "
-                    "Set it to auto or collective."
+                    "stage3_gather: node is not possible, since parameters are partitioned over several process "
+                    "groups. Set it to auto or collective."
                 )
             return None
         hindrance = "ZenFlow keeps weights in a layout of its own" if self.zenflow else ""
