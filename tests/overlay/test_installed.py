@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,10 @@ def test_ds_report_names_version_base_and_every_file() -> None:
     for path in MANIFEST.files:
         assert path in report
     assert "DeepSpeed general environment info" in report
+    for path in ("I/O engine", "io_uring", "O_DIRECT", "shared memory", "/dev/shm", "GPU"):
+        assert re.search(rf"^{path} \.* (yes|no) \(.+\)$", report, re.MULTILINE)
+    assert re.search(r"^I/O engine \.* yes", report, re.MULTILINE)
+    assert re.search(r"^shared memory \.* yes", report, re.MULTILINE)
 
 
 def test_ds_report_keeps_the_bases_options() -> None:
