@@ -343,6 +343,18 @@ def test_actor_that_makes_uneven_forwards_between_its_steps(rank: int, offload: 
     assert_released(twins.engine.module)
 
 
+@pytest.mark.parametrize("threshold", [2000, 10**9], ids=["some", "all"])
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_actor_with_persistent_parameters(rank: int, threshold: int) -> None:
+    """A rank that has read them since the last step does not need them in its next pass with grad; the other does."""
+    twins = Twins(stack(), node_config(lr=LR, stage3_param_persistence_threshold=threshold))
+    for iteration in range(4):
+        for seed in range((rank + iteration) % 2):
+            twins.compare_forward(partial(output_of_stack, seed), f"rollout {seed} of iteration {iteration}")
+        twins.train(loss_of_stack(iteration), f"iteration {iteration}")
+    twins.compare_weights()
+
+
 @distributed(world_size=(2, 3, 4), timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_actor_that_generates_uneven_texts_between_its_steps(rank: int, world_size: int, offload: str) -> None:

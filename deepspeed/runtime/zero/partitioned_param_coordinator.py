@@ -326,7 +326,9 @@ class PartitionedParameterCoordinator:
         ready = not self.gatherer.missing(self._persistent)
         if script is None or not self._is_ahead or script.decisions[0].step != start or not ready:
             self._come_off()
-        self._pass_is_alone = self.gatherer.store is not None and not grad
+        # Where all parameters are persistent, a pass with grad has no round either: to one that makes them whole only
+        # those would come that have not read them since the last step.
+        self._pass_is_alone = self.gatherer.store is not None and not (grad and self.fetches)
         if self._open or self._backward_uses or self._tasks:
             self._recover()
         self._pass_number += 1
