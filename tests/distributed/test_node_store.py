@@ -316,6 +316,16 @@ def test_generate_while_transformers_knows_of_zero3(
     assert "load_state_dict" not in engine.module.__dict__
 
 
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_a_generate_that_the_user_has_put_on_the_model(rank: int) -> None:
+    model = build("llama")
+    model.generate = lambda *args, **kwargs: "the user's"
+    engine, *_ = deepspeed.initialize(model=model, config=node_config())
+    assert engine.module.generate() == "the user's"
+    engine.destroy()
+    assert model.generate() == "the user's"
+
+
 def output_of_stack(seed: int, model: Any, rank: int) -> torch.Tensor:
     output: torch.Tensor = model(hidden(seed, rank))
     return output

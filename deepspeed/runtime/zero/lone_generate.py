@@ -21,9 +21,13 @@ SYNCED = "synced_gpus"
 def generate_alone(root: Module) -> Callable[[], None]:
     """Have what in ``root`` can generate do so without the other ranks, unless it is told ``synced_gpus=True``.
 
-    Returns what undoes it.
+    A ``generate`` that somebody has given to a module in the place of its class's stays. Returns what undoes it.
     """
-    generators = [part for part in root.modules() if _takes(getattr(type(part), "generate", None), SYNCED)]
+    generators = [
+        part
+        for part in root.modules()
+        if "generate" not in part.__dict__ and _takes(getattr(type(part), "generate", None), SYNCED)
+    ]
     for part in generators:
         # Bound to the module itself, so that a copy of it has a method of its own.
         part.__dict__["generate"] = types.MethodType(_alone(type(part).generate), part)
