@@ -230,6 +230,23 @@ def test_what_is_written_in_a_gathered_parameter_is_seen_when_all_have_left(rank
     assert not weight.data.any()
 
 
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_one_gather_in_another(rank: int) -> None:
+    """The end of the inner one drops nothing that was written in the outer one."""
+    plain = stack()
+    engine = engine_around(plain, node_config())
+    outer, inner = engine.module.blocks[0].up.weight, engine.module.blocks[1].up.weight
+    with deepspeed.zero.GatheredParameters(outer, modifier_rank=0):
+        if rank == 0:
+            double(outer)
+        with deepspeed.zero.GatheredParameters(inner, modifier_rank=1):
+            if rank == 1:
+                double(inner)
+    double(plain.blocks[0].up.weight)
+    double(plain.blocks[1].up.weight)
+    compare(engine, plain, seed=0, rank=rank)
+
+
 @distributed(world_size=(2, 3), timeout_s=TIMEOUT_S)
 def test_a_rank_that_does_not_come_to_a_change_is_named(rank: int, world_size: int) -> None:
     plain = stack()

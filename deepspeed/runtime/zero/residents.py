@@ -54,12 +54,12 @@ class Residents:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def restore(self) -> None:
-        """Make each a view of where it is kept, if something else has happened to it.
+    def restore(self, params: Optional[Iterable[Parameter]] = None) -> None:
+        """Make each (of ``params``, if given) a view of where it is kept, if something else has happened to it.
 
         Of a partition that is not aligned it makes a copy, which `drop_copies` drops.
         """
-        for param in self.params:
+        for param in self.params if params is None else params:
             flat = self._flat(param)
             # Kernels may require it of a parameter.
             aligned = not flat.data_ptr() % ALIGNMENT_BYTES
@@ -103,14 +103,15 @@ class Residents:
 
     @torch.no_grad()
     def take_back(self, params: Iterable[Parameter], has_been_updated: bool) -> None:
-        """End what `lend` began."""
+        """End what `lend` began. Others stay lent: one `GatheredParameters` may be in another."""
+        params = list(params)
         for param in params:
             if not self._is_view(param):
                 if has_been_updated:
                     self._write_partition(param)
                 if self._is_shared:
                     self._let_go(param)
-        self.restore()
+        self.restore(params)
 
     def _write_partition(self, param: Parameter) -> None:
         """From the whole parameter; the rank's own part of it."""
