@@ -247,6 +247,20 @@ def test_one_gather_in_another(rank: int) -> None:
     compare(engine, plain, seed=0, rank=rank)
 
 
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_a_copy_of_the_model_is_the_rank_s_own(rank: int) -> None:
+    """One rank copies it and loads other weights into the copy. No rank has to come, and none sees it."""
+    plain = stack()
+    engine = engine_around(plain, node_config(stage3_lockstep_timeout_s=5.0))
+    if rank == 1:
+        copied, doubled = copy.deepcopy(engine.module), {n: 2 * t for n, t in plain.state_dict().items()}
+        copied.load_state_dict(doubled)
+        changed = stack()
+        changed.load_state_dict(doubled)
+        compare(copied, changed, seed=0, rank=rank)
+    compare(engine, plain, seed=0, rank=rank)
+
+
 @distributed(world_size=(2, 3), timeout_s=TIMEOUT_S)
 def test_a_rank_that_does_not_come_to_a_change_is_named(rank: int, world_size: int) -> None:
     plain = stack()

@@ -37,13 +37,14 @@ def load_together(
     """Have ``root.load_state_dict`` be an update that all ranks make together. Returns what undoes it.
 
     Where parameters are views of memory that other ranks read, each rank writes all of it, and all the same. Inside of
-    `GatheredParameters` they are not (``is_lent``): there one rank may call it.
+    `GatheredParameters` they are not (``is_lent``): there one rank may call it. So it may of a copy of ``root``, whose
+    parameters are its own.
     """
     load = type(root).load_state_dict
 
     @functools.wraps(load)
     def load_state_dict(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if any(is_lent(param) for param in self.parameters()):
+        if self is not root or any(is_lent(param) for param in self.parameters()):
             return load(self, *args, **kwargs)
         with updating():
             return load(self, *args, **kwargs)
