@@ -247,6 +247,34 @@ def test_one_gather_in_another(rank: int) -> None:
     compare(engine, plain, seed=0, rank=rank)
 
 
+@pytest.mark.parametrize("reference_first", [False, True], ids=["actor first", "reference first"])
+@OFFLOADS
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_parameters_of_two_engines_in_one_gather(
+    rank: int, offload: str, reference_first: bool, shared_dir: Path
+) -> None:
+    """A reference that follows its actor. Each engine has its own way to gather, whichever was made first."""
+    plain = stack()
+    configs = [node_config(lr=LR), config_of(offload, shared_dir)]
+    if reference_first:
+        reference, actor = (engine_around(plain, config) for config in reversed(configs))
+    else:
+        actor, reference = (engine_around(plain, config) for config in configs)
+    pairs = list(zip(actor.module.parameters(), reference.module.parameters()))
+    with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair], modifier_rank=0):
+        if rank == 0:
+            for ours, theirs in pairs:
+                double(ours)
+                theirs.data.copy_(3 * ours.data)
+    for factor, engine in ((2, actor), (3, reference)):
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(factor)
+        for seed in range(1 + rank):
+            compare(engine, plain, seed, rank)
+        assert_released(engine.module)
+
+
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 def test_a_copy_of_the_model_is_the_rank_s_own(rank: int) -> None:
     """One rank copies it and loads other weights into the copy. No rank has to come, and none sees it."""

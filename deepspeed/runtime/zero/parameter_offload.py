@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     Use,
 )
 from deepspeed.runtime.zero.residents import Residents, is_resident, partition_of
-from deepspeed.runtime.zero.shared_updates import call_before_update, load_together
+from deepspeed.runtime.zero.shared_updates import call_before_update, forget_before_update, load_together
 from deepspeed.runtime.zero.sharing import share_partitions
 from deepspeed.runtime.zero.tensor_tree import tensors_in
 from deepspeed.runtime.zero.utils import is_zero_param
@@ -256,6 +256,7 @@ class DeepSpeedZeRoOffload:
         for param, all_gather, partition in self._base_methods:
             param.all_gather = all_gather
             param.partition = partition
+            forget_before_update(param, self.agree_on_update)
         if self.store is not None:
             for undo in self._undo:
                 undo()

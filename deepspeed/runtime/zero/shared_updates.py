@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Optional
 
 from deepspeed.runtime.zero import partition_parameters
 from torch.nn import Module, Parameter
@@ -19,16 +19,52 @@ def call_before_update(param: Parameter, agree: Callable[[], None]) -> None:
     setattr(param, _BEFORE_UPDATE, agree)
 
 
+def forget_before_update(param: Parameter, agree: Callable[[], None]) -> None:
+    """Undo `call_before_update`, unless another engine has the parameter by now."""
+    if getattr(param, _BEFORE_UPDATE, None) == agree:
+        delattr(param, _BEFORE_UPDATE)
+
+
 class GatheredParameters(partition_parameters.GatheredParameters):
-    """See the base's. With a ``modifier_rank``, a rank that does not come is named on the others."""
+    """See the base's. With a ``modifier_rank``, a rank that does not come is named on the others.
+
+    Parameters may be of several engines (an actor and its reference): each gathers and updates its own.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter] | Parameter,
+        modifier_rank: Optional[int] = None,
+        fwd_module: Optional[Module] = None,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(params, modifier_rank, fwd_module, enabled)
+        # By what tells an engine of an update: it is the same for all parameters of one.
+        by_engine: dict[Optional[Callable[[], None]], list[Parameter]] = {}
+        for param in self.params if self.enabled else ():
+            by_engine.setdefault(getattr(param, _BEFORE_UPDATE, None), []).append(param)
+        self._agree = next(iter(by_engine), None)
+        self._parts = (
+            [GatheredParameters(part, modifier_rank) for part in by_engine.values()] if len(by_engine) > 1 else []
+        )
+        self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        if self.enabled and self.src_rank is not None:
-            # Of several parameters of one engine, one speaks for all.
-            for agree in dict.fromkeys(getattr(param, _BEFORE_UPDATE, None) for param in self.params):
-                if agree is not None:
-                    agree()
+        if self._parts:
+            with ExitStack() as entered:
+                for part in self._parts:
+                    entered.enter_context(part)
+                self._entered = entered.pop_all()
+            return
+        if self.enabled and self.src_rank is not None and self._agree is not None:
+            self._agree()
         super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._parts:
+            self._entered.__exit__(*exc)
+            return
+        super().__exit__(*exc)
 
 
 def load_together(
