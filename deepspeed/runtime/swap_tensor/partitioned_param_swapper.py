@@ -62,8 +62,8 @@ class Pending(Protocol):
         """Return when the destination has the partition. Raises OSError if it could not be read."""
 
 
-class _Here:
-    """There was nothing to read."""
+class Arrived:
+    """There is nothing to wait for, or the stream takes care of it."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -296,7 +296,7 @@ class AsyncPartitionedParameterSwapper:
         cached = self.cache.get(param.ds_id)
         if cached is not None:
             destination.copy_(cached)
-            return _Here()
+            return Arrived()
         if self.cache.wants(param.ds_id, partition.numel):
             buffer = self.empty_partition(param)
             return _ReadToCache(self.tier.read(partition, buffer), buffer, destination, param.ds_id, self.cache)

@@ -25,7 +25,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.nvme_tier import wait_for_all
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus, Pending
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import Arrived, PartitionedParamStatus, Pending
 from deepspeed.runtime.torch_autocast import has_comm_dtype
 from deepspeed.runtime.zero import pairwise
 from deepspeed.runtime.zero.node_store import NodeStore
@@ -117,13 +117,6 @@ def is_on_disk(param: Parameter) -> bool:
         and shard.final_location == OffloadDeviceEnum.nvme
         and shard.status is not PartitionedParamStatus.AVAILABLE
     )
-
-
-class _Copied:
-    """There is nothing to wait for, or the stream takes care of it."""
-
-    def wait(self) -> None:
-        """Returns at once."""
 
 
 def _empty_for(numel: int, param: Parameter) -> torch.Tensor:
@@ -303,7 +296,7 @@ class Gatherer:
     def _start_read(self, index: int, into: torch.Tensor) -> Pending:
         if self.store is not None and index in self.store:
             self.store.copy(index, into)
-            return _Copied()
+            return Arrived()
         swapper = self.params[index].nvme_swapper
         whole: Pending = swapper.read_whole(self.params[index], into)
         return whole
