@@ -333,6 +333,37 @@ def test_checkpoint_whose_files_are_named_by_other_numbers(shared_dir: Path) -> 
         twins.train(partial(loss_of, step), f"step {step}, after loading", CLOSE)
 
 
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+def test_weights_alone_of_a_checkpoint_with_the_optimizer_on_nvme(options: dict[str, bool], shared_dir: Path) -> None:
+    config = nvme_config(shared_dir, lr=LR, optimizer="nvme")
+    twins = Twins(seeded(Stack), config)
+    for step in range(2):
+        twins.train(partial(loss_of, step), f"step {step}", CLOSE)
+    twins.engine.save_checkpoint(str(shared_dir / "checkpoint"))
+    plain = twins.plain
+    twins = Twins(seeded(Stack, seed=5), config)
+    twins.engine.load_checkpoint(str(shared_dir / "checkpoint"), **options)
+    twins.plain.load_state_dict(plain.state_dict())
+    twins.compare_weights()
+    twins.train(partial(loss_of, 2), "the first step of a new optimizer", CLOSE)
+    twins.compare_weights()
+
+
+@distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_checkpoint_that_replaces_one_of_the_same_tag(shared_dir: Path) -> None:
+    config = nvme_config(shared_dir, lr=LR, optimizer="nvme")
+    twins = Twins(seeded(Stack), config)
+    for step in range(2):
+        twins.train(partial(loss_of, step), f"step {step}", CLOSE)
+        twins.engine.save_checkpoint(str(shared_dir / "checkpoint"), tag="last")
+    twins.engine, *_ = deepspeed.initialize(model=seeded(Stack, seed=5), config=config)
+    twins.engine.load_checkpoint(str(shared_dir / "checkpoint"))
+    twins.compare_weights()
+    twins.train(partial(loss_of, 2), "step 2, after loading", CLOSE)
+    twins.compare_weights()
+
+
 @distributed(world_size=1, timeout_s=TIMEOUT_S)
 def test_checkpoint_of_other_sub_groups_is_refused(shared_dir: Path) -> None:
     config = nvme_config(shared_dir, lr=LR, optimizer="nvme")

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.gather import is_on_disk
 from deepspeed.runtime.zero.lockstep import GradientAgreement
+from deepspeed.runtime.zero.own_partition import read_own
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.saved_partitions import SavedPartitions, SubGroup
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -112,16 +116,98 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
             super().independent_gradient_partition_epilogue()
         self._new_in_backward.clear()
 
+    def checkpoint_event_prologue(self) -> None:
+        """Partition everything, views too: a checkpoint has placeholders of what is partitioned."""
+        super().checkpoint_event_prologue()
+        self.parameter_offload.let_go_of_whole()
+
+    def checkpoint_event_epilogue(self) -> None:
+        super().checkpoint_event_epilogue()
+        self.parameter_offload.restore_whole()
+
+    def load_saved(self, saved: SavedPartitions, load_optimizer_states: bool) -> None:
+        """Load what any number of ranks saved.
+
+        Raises:
+            ValueError: it is of another model or another optimizer, or its optimizer was on NVMe.
+        """
+        if self.swap_optimizer:
+            raise ValueError(
+                f"{saved.folder}: {saved.ranks} ranks saved it; {dist.get_world_size(self.dp_process_group)} ranks can "
+                "load it, but not with their optimizer on NVMe. Load it with offload_optimizer on none or cpu."
+            )
+        rank, ranks = dist.get_rank(self.dp_process_group), dist.get_world_size(self.dp_process_group)
+        sub_groups = [
+            SubGroup({self.param_names[param]: param.ds_shape for param in group}, self.sub_group_to_group_id[number])
+            for number, group in enumerate(self.fp16_groups)
+        ]
+        state = saved.optimizer(sub_groups, rank, ranks)
+        if load_optimizer_states:
+            param_groups = len(self.optimizer.param_groups)
+            state[OPTIMIZER_STATE_DICT] = saved.optimizer_state(sub_groups, param_groups, rank, ranks)
+        self.load_state_dict([state] * ranks, load_optimizer_states=load_optimizer_states)
+
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         """Load a checkpoint.
 
-        With the optimizer on NVMe its files have been copied already, and this loads the rest. Else the base gives the
-        new values to flat buffers in memory, which sub-groups on NVMe have none of: they get one for as long as that
-        takes, and go to disk again.
+        With the optimizer on NVMe its files have been copied already, and this loads the rest.
         """
         if self.swap_optimizer:
             self._load_beside_files(state_dict, load_optimizer_states)
             return
+        with self._all_flats_in_memory():
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+        """Load a universal checkpoint.
+
+        The base gives all groups of the optimizer the settings of the first, and all sub-groups one count of steps,
+        which each of them then advances.
+        """
+        if self.swap_optimizer:
+            raise ValueError(
+                f"{checkpoint_dir}: a universal checkpoint cannot be loaded with the optimizer on NVMe. Load it with "
+                "offload_optimizer on none or cpu."
+            )
+        with self._all_flats_in_memory():
+            super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+        saved = torch.load(
+            Path(checkpoint_dir) / "zero" / "optimizer_state.pt", map_location="cpu", mmap=True, weights_only=False
+        )[OPTIMIZER_STATE_DICT]["param_groups"]
+        if len(saved) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"{checkpoint_dir}: its optimizer has {len(saved)} parameter groups, this one has "
+                f"{len(self.optimizer.param_groups)}. Make the optimizer with the groups that it had, or load with "
+                "load_optimizer_states=False."
+            )
+        for group, saved_group in zip(self.optimizer.param_groups, saved):
+            group.update({name: value for name, value in saved_group.items() if name != "params"})
+        for flat in self.fp32_partitioned_groups_flat:
+            state = self.optimizer.state[flat]
+            state["step"] = _on_device_of(flat, state["step"])
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, *args: Any, **kwargs: Any) -> None:
+        with self._all_flats_in_memory():
+            super().load_module_checkpoint_state_from_checkpoint_dir_stage3(*args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Take over new weights. Of sub-groups whose optimizer is on NVMe a checkpoint's files hold them."""
+        for number, (flat, master) in enumerate(
+            zip(self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat)
+        ):
+            if flat is not None:
+                master.data.copy_(flat.data)
+            elif master.numel():
+                for param, part in zip(self.fp16_groups[number], self._parts_of(number, master)):
+                    part.copy_(read_own(param))
+
+    def _parts_of(self, sub_group: int, flat: Tensor) -> Iterable[Tensor]:
+        """Views of a flat tensor, one for each parameter of the sub-group."""
+        return flat.data.split([param.partition_numel() for param in self.fp16_groups[sub_group]])
+
+    @contextmanager
+    def _all_flats_in_memory(self) -> Iterator[None]:
+        """Give sub-groups on NVMe a flat buffer for as long as a checkpoint is loaded; then write it out."""
         flats = self.fp16_partitioned_groups_flat
         on_disk = [number for number, flat in enumerate(flats) if flat is None]
         in_memory = {
@@ -133,7 +219,7 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         for number in on_disk:
             flats[number] = torch.zeros(self.fp16_partitioned_groups_flat_numel[number], dtype=self.dtype)
         try:
-            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+            yield
         finally:
             for number in on_disk:
                 flats[number] = None
