@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import pickletools
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,6 +346,24 @@ def test_files_hold_a_rank_s_own_part_alone(gather: str, rank: int, shared_dir: 
     folder = shared_dir / "one"
     assert (folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").stat().st_size < 3 * 4 * trained // 2 + room
     assert (folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").stat().st_size < 4 * frozen // 2 + room
+
+
+def names_in(file: Path) -> set[str]:
+    """The classes and functions that unpickling a file of torch.save looks up."""
+    with zipfile.ZipFile(file) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    return {str(argument) for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
+
+
+@distributed(world_size=1, timeout_s=TIMEOUT_S)
+def test_the_base_can_read_the_files(shared_dir: Path) -> None:
+    """They name nothing that the base has not."""
+    train_and_save(shared_dir, Case())
+    names = {name for file in (shared_dir / "one").glob("*.pt") for name in names_in(file)}
+    assert {name for name in names if name.startswith("deepspeed")} == {
+        "deepspeed.runtime.zero.config ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler LossScaler",
+    }
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)

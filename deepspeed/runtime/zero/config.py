@@ -11,6 +11,9 @@ from pydantic import Field
 from . import _base_config
 from ._base_config import *  # noqa: F401,F403
 
+# Checkpoints hold its members by the name of this module, which the base has too.
+_base_config.ZeroStageEnum.__module__ = __name__
+
 
 class DeepSpeedZeroConfig(_base_config.DeepSpeedZeroConfig):
     """See the base's for the other keys."""
