@@ -60,8 +60,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     source.write_text(SOURCE)
     started = []
 
-    def start_one(compiler: str = "g++") -> subprocess.Popen[str]:
+    def start_one(compiler: str = "g++", **environment: str) -> subprocess.Popen[str]:
         settings = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": compiler}
+        settings |= environment
         process = subprocess.Popen(
             [sys.executable, "-c", LOAD, str(source)],
             env={**os.environ, **settings},
@@ -150,6 +151,22 @@ def test_loading_a_compiled_op_says_nothing(start) -> None:
         printed, _ = process.communicate(timeout=LIMIT_S)
         assert "answer 42" in printed
         assert "op answer" not in printed
+
+
+@pytest.mark.skipif(
+    not Path(sys.executable).with_name("ninja").exists(), reason="there is no ninja beside the interpreter"
+)
+def test_the_ninja_beside_the_interpreter_is_used(start, tmp_path: Path) -> None:
+    """One of another version in PATH would compile again what is there, and the next process once more."""
+    called = tmp_path / "called"
+    other = tmp_path / "bin" / "ninja"
+    other.parent.mkdir()
+    other.write_text(f'#!/bin/sh\ntouch {called}\nexec {Path(sys.executable).with_name("ninja")} "$@"\n')
+    other.chmod(0o755)
+    process = start(PATH=f"{other.parent}{os.pathsep}{os.environ['PATH']}")
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert "answer 42" in output
+    assert not called.exists()
 
 
 def test_a_living_build_is_waited_for(start, tmp_path: Path) -> None:
