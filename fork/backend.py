@@ -173,6 +173,7 @@ def link_editable_tree() -> Path:
         write_tree(manifest, base, ROOT, partial, link=True)
         if EDITABLE_TREE.is_dir():
             _keep_version(EDITABLE_TREE, partial)
+            _keep_times(EDITABLE_TREE, partial)
             EDITABLE_TREE.replace(old)
         partial.replace(EDITABLE_TREE)
     except OSError as error:
@@ -186,6 +187,16 @@ def _keep_version(tree: Path, next_tree: Path) -> None:
     written = tree / "deepspeed" / "git_version_info_installed.py"
     if written.is_file():
         shutil.copyfile(written, next_tree / "deepspeed" / written.name)
+
+
+def _keep_times(tree: Path, next_tree: Path) -> None:
+    """Sources that have not changed are as old as they were: ops that were compiled from them stay valid."""
+    for path in next_tree.rglob("*"):
+        before = tree / path.relative_to(next_tree)
+        if path.is_file() and not path.is_symlink() and before.is_file() and not before.is_symlink():
+            if path.read_bytes() == before.read_bytes():
+                times = before.stat()
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 @contextlib.contextmanager

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from tests import shared_segments
+from tests.integration.launching import start
 from tests.integration.tensor_parallel_run import TOKENS
 from tests.tensor_parallel_models import build
 
 SCRIPT = Path(__file__).with_name("tensor_parallel_run.py")
-LIMIT_S = 240
 LARGE = {
     "vocab_size": 4096,
     "hidden_size": 1024,
@@ -34,60 +27,12 @@ SLACK_BYTES = 16 * 2**20
 """The Python objects of the model, of transformers' conversion and of the process group."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def environment(port: int) -> dict[str, str]:
-    """A rank's, without what a launcher would have set."""
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
-    kept = {name: value for name, value in os.environ.items() if name not in launched}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    threads = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {**kept, **threads, **address, "DS_ACCELERATOR": "cpu", "PATH": path}
-
-
-def start(way: str, folder: Path, results: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    port = free_port()
-    script = [str(SCRIPT), str(folder), str(results), *arguments]
-    plain = environment(port)
-    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
-    commands = {
-        "deepspeed": [
-            [sys.executable, deepspeed, "--master_port", str(port), "--num_accelerators", str(ranks), *script]
-        ],
-        "torchrun": [
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-            + ["--master-port", str(port), *script]
-        ],
-        "plain": [[sys.executable, *script]] * ranks,
-    }[way]
-    try:
-        processes = []
-        for rank, command in enumerate(commands):
-            own = {**plain, "RANK": str(rank), "WORLD_SIZE": str(ranks)} if way == "plain" else plain
-            processes.append(
-                subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-        assert all(process.returncode == 0 for process in processes), "\n".join(outputs)[-6000:]
-    finally:
-        for process in processes:
-            process.kill()
-        shared_segments.remove(shared_segments.named_after([port]))
-    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
 def test_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
     """Neither LOCAL_SIZE nor LOCAL_RANK is set."""
     whole = build("mixtral")
     whole.save_pretrained(tmp_path / "model")
     expected = whole.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False).tolist()
-    assert [rank["tokens"] for rank in start("plain", tmp_path / "model", tmp_path)] == [expected] * 2
+    assert [rank["tokens"] for rank in start("plain", SCRIPT, tmp_path / "model", tmp_path)] == [expected] * 2
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +58,7 @@ def test_memory_of_a_rank_is_that_of_its_share(
     stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert stored_bytes > 350_000_000
     slice_bytes = 4 * LARGE["hidden_size"] * max(LARGE["intermediate_size"], LARGE["vocab_size"]) // 2
-    for rank in start(way, folder, tmp_path, *([source] if source == "in-memory" else [])):
+    for rank in start(way, SCRIPT, folder, tmp_path, *([source] if source == "in-memory" else [])):
         print(source, rank)
         assert rank["tokens"] == expected
         assert rank["local_size"] == "2"

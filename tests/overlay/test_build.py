@@ -249,6 +249,21 @@ def test_a_tree_that_cannot_be_written_can_be_installed_but_not_linked(
         (checkout / "build").unlink()
 
 
+def test_linking_again_leaves_sources_as_old_as_they_are(checkout: Path, archive: Path) -> None:
+    """Or every op would be compiled anew."""
+
+    def link() -> int:
+        command = [sys.executable, "-m", "fork", "link"]
+        environment = {**os.environ, "DEEPSPEED_BASE_SDIST": str(archive)}
+        subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True)
+        return (checkout / "build" / "editable" / "csrc" / "cpu" / "comm" / "shm.cpp").stat().st_mtime_ns
+
+    try:
+        assert link() == link()
+    finally:
+        shutil.rmtree(checkout / "build")
+
+
 @pytest.mark.slow
 def test_an_op_can_be_compiled_with_the_wheel(archive: Path, tmp_path: Path) -> None:
     pip(*BUILD, tmp_path, ROOT, DS_BUILD_SHM_COMM="1", DEEPSPEED_BASE_SDIST=str(archive))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-TRIM_AFTER_BYTES = 64 * 2**20
+TRIM_AFTER_BYTES = 16 * 2**20
 """Takes some milliseconds, so not after every parameter."""
 
 

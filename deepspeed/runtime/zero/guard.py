@@ -1,10 +1,16 @@
-"""`deepspeed.zero.Init` with a word for who runs the model that it partitioned without an engine."""
+"""`deepspeed.zero.Init` with a word for who runs the model that it partitioned without an engine.
+
+It gives back the memory of what it partitioned: a model is made parameter by parameter, and the heap of the C library
+would keep the size of many of them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.own_partition import whole_host_bytes
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Module
 
@@ -14,8 +20,13 @@ _GUARD = "_zero3_guard"
 class Init(partition_parameters.Init):
     """See the base's."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._heap = HeapTrimmer()
+        super().__init__(*args, **kwargs)
+
     def _post_init_method(self, module: Module) -> None:
         super()._post_init_method(module)
+        self._heap.freed(whole_host_bytes(p for p in module._parameters.values() if _is_partitioned(p)))
         if _GUARD not in module.__dict__ and any(_is_partitioned(p) for p in module._parameters.values()):
             module.__dict__[_GUARD] = module.register_forward_pre_hook(_require_whole)
 

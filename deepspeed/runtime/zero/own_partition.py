@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from deepspeed.runtime.zero.gather import is_on_disk
 from torch.nn import Parameter
@@ -32,3 +34,8 @@ def write_own(param: Parameter, values: torch.Tensor) -> None:
         param.nvme_swapper.swap_out_partitioned_params([param], [values.to(param.ds_tensor.dtype)])
     else:
         param.ds_tensor.data.copy_(values)
+
+
+def whole_host_bytes(params: Iterable[Parameter]) -> int:
+    """Host memory that the parameters take when they are whole."""
+    return sum(int(param.ds_numel) * param.element_size() for param in params if param.device.type == "cpu")

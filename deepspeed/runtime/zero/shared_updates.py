@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Optional
 
+from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.own_partition import whole_host_bytes
 from torch.nn import Module, Parameter
 
 _BEFORE_UPDATE = "ds_before_update"
+_HEAP = HeapTrimmer()
+"""transformers loads a checkpoint through here."""
 
 
 def call_before_update(param: Parameter, agree: Callable[[], None]) -> None:
@@ -65,6 +69,8 @@ class GatheredParameters(partition_parameters.GatheredParameters):
             self._entered.__exit__(*exc)
             return
         super().__exit__(*exc)
+        if self.enabled:
+            _HEAP.freed(whole_host_bytes(param for param in self.params if not param.numel()))
 
 
 def load_together(
