@@ -193,10 +193,10 @@ def _keep_times(tree: Path, next_tree: Path) -> None:
     """Sources that have not changed are as old as they were: ops that were compiled from them stay valid."""
     for path in next_tree.rglob("*"):
         before = tree / path.relative_to(next_tree)
-        if path.is_file() and not path.is_symlink() and before.is_file() and not before.is_symlink():
-            if path.read_bytes() == before.read_bytes():
-                times = before.stat()
-                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        are_files = all(each.is_file() and not each.is_symlink() for each in (path, before))
+        if are_files and path.read_bytes() == before.read_bytes():
+            times = before.stat()
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 @contextlib.contextmanager

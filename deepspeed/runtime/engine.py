@@ -108,6 +108,15 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
 
     # -- ZeRO-3 --
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See the base's. With ZeRO-3 gradients are reduced as they come, and what a step applies is the same.
+
+        `coalesce_grad_reduction` makes one reduction of several backwards.
+        """
+        with nullcontext() if self._offload is not None else super().no_sync():
+            yield
+
     @property
     def _offload(self) -> Optional[DeepSpeedZeRoOffload]:
         """What partitions the parameters, if this is ZeRO-3."""

@@ -31,7 +31,7 @@ class Peak:
         self.before_bytes = own_bytes()
         self.bytes = 0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+        self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def _look(self) -> None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
@@ -20,6 +20,8 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.gather import is_on_disk
 from deepspeed.runtime.zero.lockstep import GradientAgreement
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.offloaded_states import OffloadedStates, tensors_of
 from deepspeed.runtime.zero.own_partition import read_own
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.saved_partitions import SavedPartitions, SubGroup
@@ -28,6 +30,12 @@ from torch.nn import Parameter
 
 from . import _base_stage3
 from ._base_stage3 import *  # noqa: F401,F403
+
+_OFFLOADED_HERE = {
+    OffloadStateTypeEnum.lp_params,
+    OffloadStateTypeEnum.hp_params,
+    OffloadStateTypeEnum.optim_states,
+}
 
 
 class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
@@ -44,6 +52,7 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         """Of these, what the backward that is running put there."""
         self._in_last_backward: set[int] = set()
         """``ds_id`` of parameters to which the last backward gave a gradient."""
+        self._offloaded: list[OffloadedStates] = []
         self._settled = False
         """All ranks have agreed on what is in the buckets."""
         super().__init__(*args, **kwargs)
@@ -65,6 +74,15 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         # sub-groups have not, so a checkpoint can be loaded there.
         self.fp16_partitioned_groups_flat_id = [[number] for number in range(len(self.fp16_groups))]
         super()._create_fp32_partitions()
+
+    def initialize_optimizer_states(self) -> None:
+        """The base makes another Adagrad, of one group with the default settings, which no scheduler knows."""
+        optimizer = self.optimizer
+        super().initialize_optimizer_states()
+        if self.optimizer is not optimizer:
+            optimizer.state.clear()
+            optimizer.state.update(self.optimizer.state)
+            self.optimizer = optimizer
 
     # -- what the coordinator asks --
 
@@ -311,14 +329,49 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
                 param.grad = None
         super().zero_grad(set_to_none)
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+    def offload_states(
+        self,
+        include: Optional[Container[OffloadStateTypeEnum]] = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move what is in ``include``, or everything, to the host, whatever optimizer it is."""
         self.parameter_offload.let_go_of_whole()
-        super().offload_states(*args, **kwargs)
+        wanted = [
+            s for s in OffloadStateTypeEnum if s not in self.offloaded_states and (include is None or s in include)
+        ]
+        super().offload_states([s for s in wanted if s not in _OFFLOADED_HERE], device, pin_memory, non_blocking)
+        moved = OffloadedStates(pin_memory, non_blocking)
+        if OffloadStateTypeEnum.hp_params in wanted:
+            moved.move(self.fp32_partitioned_groups_flat)
+        if OffloadStateTypeEnum.optim_states in wanted:
+            moved.move(tensors_of(self.optimizer))
+        if OffloadStateTypeEnum.lp_params in wanted:
+            moved.move([self.lp_param_buffer, *(p.ds_tensor for p in self.module.parameters() if not p.requires_grad)])
+            self._map_partitions()
+        self._offloaded.append(moved)
+        self.offloaded_states.update(s for s in wanted if s in _OFFLOADED_HERE)
+        _base_stage3.get_accelerator().empty_cache()
 
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        super().reload_states(*args, **kwargs)
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Put everything back on the device."""
+        for moved in self._offloaded:
+            moved.restore(non_blocking)
+        self._offloaded.clear()
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            self._map_partitions()
+        self.offloaded_states -= _OFFLOADED_HERE
+        super().reload_states(non_blocking)
         self._move_to_store()
         self.parameter_offload.restore_whole()
+
+    def _map_partitions(self) -> None:
+        """Make trained partitions parts of ``lp_param_buffer``, wherever that is now."""
+        for partition, offset, numel in _base_stage3.get_mapping_to_flat_buffer(self._get_parameter_partitions()):
+            partition.data = self.lp_param_buffer.narrow(0, offset, numel)
+        self.fp16_partitioned_groups_flat.clear()
+        self._set_fp16_partitioned_groups_flat()
 
     def destroy(self) -> None:
         self._coordinator.gradients = None
