@@ -13,6 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.models import build, zero3_config  # noqa: E402
+
 LOOK_EVERY_S = 0.001
 
 
@@ -45,13 +48,15 @@ class Peak:
 
 
 def main() -> None:
-    folder, results, device = sys.argv[1:4]
+    folder, results, device = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     if device != "none":
         zero["offload_param"] = {"device": device, "nvme_path": f"{results}/nvme", "pin_memory": False}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     deepspeed.init_distributed("gloo")
-    torch.distributed.barrier()
+    # What is imported and connected at first use is not the model's.
+    deepspeed.initialize(model=build("mixtral"), config=zero3_config())[0].destroy()
+    build("llama")
     alive = HfDeepSpeedConfig(config)  # makes from_pretrained partition, as long as it lives
     peak = Peak()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from tests.integration.launching import start
+from tests.integration.started_ranks import start
 from tests.integration.tensor_parallel_run import TOKENS
 from tests.tensor_parallel_models import build
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -56,12 +58,22 @@ def start(way: str, script: Path, folder: Path, results: Path, *arguments: str, 
         for rank, command in enumerate(commands):
             own = {**plain, "RANK": str(rank), "WORLD_SIZE": str(ranks)} if way == "plain" else plain
             processes.append(
-                subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                subprocess.Popen(
+                    command,
+                    env=own,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
             )
         outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
         assert all(process.returncode == 0 for process in processes), "\n".join(outputs)[-6000:]
     finally:
         for process in processes:
-            process.kill()
+            # A launcher that is killed leaves its ranks.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         shared_segments.remove(shared_segments.named_after([port]))
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
