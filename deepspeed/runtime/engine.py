@@ -17,10 +17,12 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.runtime.utils import is_optimized_parameter
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.own_partition import read_own, write_own
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GuestOffload, host_for
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.runtime.zero.saved_partitions import SavedPartitions
+from deepspeed.utils import log_dist
 from torch.nn import Module, Parameter
 
 from . import _base_engine
@@ -240,6 +242,18 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
 
     def _get_param_fragment_func(self, param: Parameter) -> torch.Tensor:
         return read_own(param) if is_zero_param(param) else param.detach().cpu()
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        only_infers = optimizer is None and self.zero_optimization_stage() == ZeroStageEnum.weights
+        host = host_for(self.module) if only_infers else None
+        if host is None:
+            return super()._configure_zero_optimizer(optimizer)
+        log_dist(
+            f"ZeRO-3: another engine takes care of the parameters of {type(self.module).__name__}; what this one's "
+            "zero_optimization says has no effect",
+            ranks=[0],
+        )
+        return GuestOffload(host)
 
     def destroy(self) -> None:
         """Take the engine's hooks off the model too: they kept engine and model alive."""

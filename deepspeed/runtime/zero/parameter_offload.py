@@ -113,14 +113,14 @@ class ExternalParameters(dict):
 
     def __init__(self, offload: DeepSpeedZeRoOffload, module: Module, items: Mapping[int, Parameter]) -> None:
         super().__init__(items)
-        self._offload = offload
+        self.offload = offload
         self._module = module
 
     def __setitem__(self, key: int, param: Parameter) -> None:
         known = key in self
         super().__setitem__(key, param)
         if not known:
-            self._offload.external_parameter_registered(self._module, param)
+            self.offload.external_parameter_registered(self._module, param)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
@@ -159,6 +159,9 @@ class DeepSpeedZeRoOffload:
         trains: bool = False,
     ) -> None:
         self.module = module
+        self.trains = trains
+        self.has_left = False
+        """It has nothing on the model any more: its engine was destroyed, or another one has taken over."""
         self.timers = timers
         self.zenflow = zenflow
         self.dtype = next(module.parameters()).dtype
@@ -172,6 +175,8 @@ class DeepSpeedZeRoOffload:
         self.zero_quantized_weights = zero_quantized_weights
         self.zero_quantized_nontrainable_weights = zero_quantized_nontrainable_weights
 
+        for earlier in runtimes_of(module):
+            self._take_over(earlier)
         self._partition_parameters(ds_config, mpu)
         params = _distinct(module.parameters())
         self._undo: list[Callable[[], None]] = []
@@ -247,6 +252,22 @@ class DeepSpeedZeRoOffload:
 
     def destroy(self) -> None:
         """Take everything off the model that was put on it. Its parameters stay partitioned."""
+        swappers = self._swappers()
+        self._leave()
+        for swapper in swappers:
+            swapper.close()
+
+    def give_up(self) -> None:
+        """Another engine takes care of the parameters from now on."""
+        if self.param_coordinator.gradients is not None:
+            self.param_coordinator.gradients.give_up()
+        self.partition_all_parameters()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.has_left:
+            return
+        self.has_left = True
         self._remove_module_hooks()
         for part in self.module.modules():
             if isinstance(part._parameters, ZeROOrderedDict):
@@ -257,6 +278,8 @@ class DeepSpeedZeRoOffload:
             param.all_gather = all_gather
             param.partition = partition
             forget_before_update(param, self.agree_on_update)
+        for param in self.persistent_parameters:
+            param.ds_persist = False
         if self.store is not None:
             for undo in self._undo:
                 undo()
@@ -264,8 +287,21 @@ class DeepSpeedZeRoOffload:
             self.store.close()
             self.param_coordinator.gatherer.store = None
         self.param_coordinator.close()
-        for swapper in self._swappers():
-            swapper.close()
+        # What is on NVMe belongs to whoever comes next.
+        self._base_methods = []
+
+    def _take_over(self, earlier: DeepSpeedZeRoOffload) -> None:
+        own = {id(p) for p in self.module.parameters()}
+        left = next((name for name, p in earlier.module.named_parameters() if id(p) not in own), None)
+        if left is None:
+            earlier.give_up()
+        elif earlier.store is not None:
+            raise ValueError(
+                f"{type(self.module).__name__} has some parameters of {type(earlier.module).__name__}, for which "
+                f"another engine cares, but not all of them (not {left}), and the ranks share those. Destroy that "
+                "engine before, make one engine of both models, or set zero_optimization.stage3_gather of that engine "
+                "to collective."
+            )
 
     def _swappers(self) -> list[AsyncPartitionedParameterSwapper]:
         """What keeps partitions on NVMe: one, or none, if all was partitioned at once."""
@@ -690,6 +726,46 @@ class DeepSpeedZeRoOffload:
 
     def _around(self, module: Module) -> frozenset[int]:
         return next((around for part, around in self._walk() if part is module), frozenset())
+
+
+class GuestOffload(DeepSpeedZeRoOffload):
+    """What an engine without an optimizer has for a runtime when another engine takes care of its model already.
+
+    Everything is done by that one's (``host``). The end of the guest changes nothing for it.
+    """
+
+    def __init__(self, host: DeepSpeedZeRoOffload) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        # What no attribute of the class is.
+        return getattr(self.__dict__["_host"], name)
+
+    def _register_deepspeed_module(self, module: Module, count: Any = None) -> None:
+        self._host._register_deepspeed_module(module, count)
+
+    def destroy(self) -> None:
+        """Leave everything to the host."""
+
+
+def runtimes_of(module: Module) -> list[DeepSpeedZeRoOffload]:
+    """Those of living engines that take care of ``module`` or a part of it."""
+    registered = (part.__dict__.get("_external_params") for part in module.modules())
+    found = (external.offload for external in registered if isinstance(external, ExternalParameters))
+    return list({id(offload): offload for offload in found}.values())
+
+
+def host_for(module: Module) -> Optional[DeepSpeedZeRoOffload]:
+    """Who takes care of all of ``module`` already and should go on with it, if it is not to be trained here.
+
+    That is an engine that trains, or one of a larger model.
+    """
+    params = {id(p) for p in module.parameters()}
+    for offload in runtimes_of(module):
+        held = {id(p) for p in offload.module.parameters()}
+        if params <= held and (offload.trains or params < held):
+            return offload
+    return None
 
 
 def _distinct(params: Iterable[Parameter]) -> list[Parameter]:

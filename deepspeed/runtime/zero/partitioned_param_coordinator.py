@@ -120,6 +120,9 @@ class Gradients(Protocol):
     def settle(self, agreement: GradientAgreement) -> None:
         """Reduce and park what all ranks agreed on. A collective."""
 
+    def give_up(self) -> None:
+        """Another one trains the parameters from now on."""
+
 
 class PartitionedParameterCoordinator:
     """Carries out what the plan says.

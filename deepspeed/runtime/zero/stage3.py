@@ -110,6 +110,14 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
                 super().reduce_independent_p_g_buckets_and_remove_grads(param)
             self._reduce_buckets()
 
+    def give_up(self) -> None:
+        """Another optimizer trains the parameters from now on."""
+        for hook in (*self._grad_acc_hooks, *self._leaf_module_hooks):
+            hook.remove()
+        self._grad_acc_hooks.clear()
+        self._leaf_module_hooks.clear()
+        self._drop_unreduced()
+
     # -- what the base calls --
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
@@ -309,6 +317,7 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         super().clear_backward_seen_flag()
 
     def step(self, closure: Optional[Any] = None) -> None:
+        self._reject_without_parameters()
         self._reject_unknown_parameters()
         self._coordinator.agree_on_step()
         self._complete_gradients()
@@ -482,6 +491,13 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
                 on_device = partition.to(self._device)
                 self._offload_grad_partition_at_boundary(param, on_device, fp32_gradients, fp32_offsets)
         self._swap_out_offload_fp32_gradients(fp32_gradients, fp32_offsets)
+
+    def _reject_without_parameters(self) -> None:
+        if self.parameter_offload.has_left:
+            raise RuntimeError(
+                f"step() of an engine that has given up {type(self.module).__name__}: it was destroyed, or "
+                "deepspeed.initialize was called with the same model again. Call that engine's step()."
+            )
 
     def _reject_unknown_parameters(self) -> None:
         for name, param in self.module.named_parameters():
