@@ -453,6 +453,31 @@ def test_hooks_removed_and_put_back(model_class: type[nn.Module], offload: str, 
     twins.compare_weights()
 
 
+class GenerationFailed(Exception):
+    pass
+
+
+@distributed(world_size=(1, 2))
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("forward_of", ["engine", "module"])
+def test_exception_while_hooks_are_removed(forward_of: str, offload: str, rank: int) -> None:
+    """trl puts hooks back only after a `generate` that returns."""
+    twins = Twins(seeded(OwnParameterAndChildren), zero3_config(offload=offload, lr=LR))
+    hooks = count(hooks_of(twins.engine.module))
+    for step in range(2):
+        with pytest.raises(GenerationFailed), without_hooks(twins.engine) as module, torch.no_grad():
+            module(hidden_states(seed=rank))
+            raise GenerationFailed
+        assert count(hooks_of(twins.engine.module)) == hooks
+        with torch.no_grad():
+            x = hidden_states(seed=10 + rank)
+            called = twins.engine if forward_of == "engine" else twins.engine.module
+            AFTER_TRAINING.check(called(x), twins.plain(x), f"the output before step {step}")
+        twins.train(partial(mean_square, step), f"the loss of step {step}")
+    assert_released(twins.engine.module)
+    twins.compare_weights()
+
+
 HookTable = dict[str, dict[str, list[object]]]
 
 

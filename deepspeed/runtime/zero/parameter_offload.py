@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     Use,
 )
 from deepspeed.runtime.zero.residents import Residents, is_resident, partition_of
-from deepspeed.runtime.zero.shared_updates import call_before_update, forget_before_update, load_together
+from deepspeed.runtime.zero.shared_updates import load_together, remove_caretaker, set_caretaker
 from deepspeed.runtime.zero.sharing import share_partitions
 from deepspeed.runtime.zero.tensor_tree import tensors_in
 from deepspeed.runtime.zero.utils import is_zero_param
@@ -192,7 +192,7 @@ class DeepSpeedZeRoOffload:
         for param, all_gather, partition in self._base_methods:
             param.all_gather = partial(self._gather_between, param, all_gather)
             param.partition = partial(self._partition_between, param, partition)
-            call_before_update(param, self.agree_on_update)
+            set_caretaker(param, self)
         self.persistent_parameters = self.mark_persistent_parameters(
             int(param_persistence_threshold), int(model_persistence_threshold)
         )
@@ -277,7 +277,7 @@ class DeepSpeedZeRoOffload:
         for param, all_gather, partition in self._base_methods:
             param.all_gather = all_gather
             param.partition = partition
-            forget_before_update(param, self.agree_on_update)
+            remove_caretaker(param, self)
         for param in self.persistent_parameters:
             param.ds_persist = False
         if self.store is not None:
@@ -332,6 +332,11 @@ class DeepSpeedZeRoOffload:
         for part, around in list(self._walk()):
             part.ds_id = self._indices[part]
             self._attach(part, around)
+
+    def restore_hooks(self) -> None:
+        """Put hooks back, if they were taken off."""
+        if not self.has_left and not self.forward_hooks:
+            self._register_deepspeed_module(self.module)
 
     def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[Parameter]:
         """Mark parameters of at most ``param_threshold`` elements, ``model_threshold`` in all, as persistent."""

@@ -6,27 +6,37 @@ import functools
 import types
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.own_partition import whole_host_bytes
 from torch.nn import Module, Parameter
 
-_BEFORE_UPDATE = "ds_before_update"
+_CARETAKER = "ds_caretaker"
 _HEAP = HeapTrimmer()
 """transformers loads a checkpoint through here."""
 
 
-def call_before_update(param: Parameter, agree: Callable[[], None]) -> None:
-    """Have `GatheredParameters` call ``agree`` before anybody writes to ``param``. It is a collective."""
-    setattr(param, _BEFORE_UPDATE, agree)
+class Caretaker(Protocol):
+    """Who takes care of the parameters of one engine: `DeepSpeedZeRoOffload`."""
+
+    def agree_on_update(self) -> None:
+        """Nobody reads this rank's partitions any more when this returns. A collective."""
+
+    def restore_hooks(self) -> None:
+        """Put the model's hooks back, if somebody who took them off could not."""
 
 
-def forget_before_update(param: Parameter, agree: Callable[[], None]) -> None:
-    """Undo `call_before_update`, unless another engine has the parameter by now."""
-    if getattr(param, _BEFORE_UPDATE, None) == agree:
-        delattr(param, _BEFORE_UPDATE)
+def set_caretaker(param: Parameter, caretaker: Caretaker) -> None:
+    """Have `GatheredParameters` tell ``caretaker`` before anybody writes to ``param``, and after an exception."""
+    setattr(param, _CARETAKER, caretaker)
+
+
+def remove_caretaker(param: Parameter, caretaker: Caretaker) -> None:
+    """Undo `set_caretaker`, unless another engine has the parameter by now."""
+    if getattr(param, _CARETAKER, None) is caretaker:
+        delattr(param, _CARETAKER)
 
 
 class GatheredParameters(partition_parameters.GatheredParameters):
@@ -43,11 +53,10 @@ class GatheredParameters(partition_parameters.GatheredParameters):
         enabled: bool = True,
     ) -> None:
         super().__init__(params, modifier_rank, fwd_module, enabled)
-        # By what tells an engine of an update: it is the same for all parameters of one.
-        by_engine: dict[Optional[Callable[[], None]], list[Parameter]] = {}
+        by_engine: dict[Optional[Caretaker], list[Parameter]] = {}
         for param in self.params if self.enabled else ():
-            by_engine.setdefault(getattr(param, _BEFORE_UPDATE, None), []).append(param)
-        self._agree = next(iter(by_engine), None)
+            by_engine.setdefault(getattr(param, _CARETAKER, None), []).append(param)
+        self._caretaker = next(iter(by_engine), None)
         self._parts = (
             [GatheredParameters(part, modifier_rank) for part in by_engine.values()] if len(by_engine) > 1 else []
         )
@@ -60,8 +69,8 @@ class GatheredParameters(partition_parameters.GatheredParameters):
                     entered.enter_context(part)
                 self._entered = entered.pop_all()
             return
-        if self.enabled and self.src_rank is not None and self._agree is not None:
-            self._agree()
+        if self.enabled and self.src_rank is not None and self._caretaker is not None:
+            self._caretaker.agree_on_update()
         super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -71,6 +80,9 @@ class GatheredParameters(partition_parameters.GatheredParameters):
         super().__exit__(*exc)
         if self.enabled:
             _HEAP.freed(whole_host_bytes(param for param in self.params if not param.numel()))
+        if self._caretaker is not None and exc and exc[0] is not None:
+            # Who takes hooks off in here (trl around `generate`) does not put them back then.
+            self._caretaker.restore_hooks()
 
 
 def load_together(
