@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Optional
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.zero.fetch_plan import Budgets
@@ -593,6 +594,7 @@ class DeepSpeedZeRoOffload:
             return
         partitioned = next((p for p in self.module.parameters() if is_zero_param(p)), None)
         if partitioned is not None:
+            _take_from_first_rank(others, partitioned.ds_process_group)
             partitioned.convert_to_zero_parameters(param_list=others)
             return
         # An mpu of sequence parallelism alone has no data-parallel group.
@@ -771,6 +773,19 @@ def host_for(module: Module) -> Optional[DeepSpeedZeRoOffload]:
         if params <= held and (offload.trains or params < held):
             return offload
     return None
+
+
+def _take_from_first_rank(params: Iterable[Parameter], group: Any) -> None:
+    """Give each rank rank 0's values, so that parts of different random values do not get into one parameter.
+
+    Each rank for itself adds adapters to a model that was made under `deepspeed.zero.Init`. Where nothing is
+    partitioned yet, the base's `Init` takes rank 0's values, too.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    source = dist.get_global_rank(group, 0)
+    for param in params:
+        param.data = param.data.to(device).contiguous()
+        dist.broadcast(param.data, src=source, group=group)
 
 
 def _distinct(params: Iterable[Parameter]) -> list[Parameter]:
