@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,8 @@ from torch import nn
 from tests.comparisons import EXACT, Tolerance, assert_released
 from tests.distributed.twins import LR, Traffic, Twins
 from tests.harness import distributed
-from tests.models import zero3_config
+from tests.models import HIDDEN as LLAMA_HIDDEN
+from tests.models import build, token_ids, zero3_config
 from tests.moe import HIDDEN, hidden_states, seeded
 
 OFFLOADS = ("none", "cpu")
@@ -203,3 +206,26 @@ def test_training_of_many_experts() -> None:
         twins.train(partial(mean_square, step), f"the loss of step {step}", Tolerance(rtol=1e-4, atol=1e-4))
         assert_released(twins.engine.module)
     twins.compare_weights()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("gather", ["auto", "collective"])
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_one_rank_alone_runs_what_all_have_gathered(trains: bool, gather: str, rank: int) -> None:
+    """To write a sample to the log, or to save the embeddings that a prompt encoder makes."""
+    plain = build("llama")
+    config = zero3_config(gather=gather, lr=LR if trains else None)
+    engine, *_ = deepspeed.initialize(model=copy.deepcopy(plain), config=config)
+    engine.eval()
+    for turn in range(2):
+        ids = token_ids(seed=10 * turn + rank)
+        with torch.no_grad():
+            EXACT.check(engine(input_ids=ids).logits, plain(input_ids=ids).logits, "the logits of each rank")
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                if rank == 0:
+                    generated = engine.module.generate(ids, max_new_tokens=3, do_sample=False)
+                    assert torch.equal(generated, plain.generate(ids, max_new_tokens=3, do_sample=False))
+                    head = engine.module.lm_head(torch.ones(1, LLAMA_HIDDEN))
+                    EXACT.check(head, plain.lm_head(torch.ones(1, LLAMA_HIDDEN)), "a module by itself")
+    if gather == "collective" or trains:
+        assert_released(engine.module)

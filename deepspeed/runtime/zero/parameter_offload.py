@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     Node,
     PartitionedParameterCoordinator,
     Use,
+    iter_params,
 )
 from deepspeed.runtime.zero.residents import Residents, is_resident, partition_of
 from deepspeed.runtime.zero.shared_updates import load_together, remove_caretaker, set_caretaker
@@ -496,7 +497,24 @@ class DeepSpeedZeRoOffload:
             return  # A copy of one of ours, which took the hooks along.
         if module is self.module and coordinator.innermost is not None and not self._is_recursive(sys._getframe(1)):
             coordinator.abandon_forward()
+        if not torch.is_grad_enabled() and not coordinator.is_running and self._is_gathered(module):
+            return
         coordinator.enter(node, self._indices[module], torch.is_grad_enabled())
+
+    def _is_gathered(self, module: Module) -> bool:
+        """Whether somebody else has made all of ``module`` whole: `GatheredParameters`.
+
+        All ranks came to that, so none waits here for one that does not run the module.
+        """
+        gatherer = self.param_coordinator.gatherer
+        needs_anything = False
+        for param in iter_params(module, recurse=True):
+            if not is_zero_param(param) or param.ds_persist:
+                continue
+            needs_anything = True
+            if param.ds_status is not ZeroParamStatus.AVAILABLE or gatherer.index_of(param) in gatherer.whole:
+                return False
+        return needs_anything
 
     def _after_forward(self, node: Node, module: Module, output: Any) -> None:
         coordinator = self.param_coordinator
