@@ -167,3 +167,14 @@ def test_submodule_that_is_called_alone_and_raises() -> None:
         assert_released(twins.engine.module)
         twins.train(partial(mean_square, step), f"the loss of step {step}", LOSS)
         assert_released(twins.engine.module)
+
+
+@distributed(world_size=2, timeout_s=60)
+def test_zero_init_as_the_first_thing_that_a_script_does(world_size: int) -> None:
+    """Only torch's process group is there, as accelerate leaves it on CPUs; the batch size says how many ranks."""
+    config = {**zero3_config(), "train_batch_size": world_size, "gradient_accumulation_steps": 1}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("deepspeed.comm.comm.cdb", None)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = linear()
+        assert model.weight.ds_tensor.numel() == HIDDEN * HIDDEN // world_size

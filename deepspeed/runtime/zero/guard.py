@@ -1,4 +1,5 @@
-"""`deepspeed.zero.Init` with a word for who runs the model that it partitioned without an engine.
+"""`deepspeed.zero.Init` that knows the ranks before it reads a config, and has a word for who runs the model without an
+engine.
 
 It gives back the memory of what it partitioned: a model is made parameter by parameter, and the heap of the C library
 would keep the size of many of them.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed import comm
 from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.own_partition import whole_host_bytes
@@ -20,9 +22,12 @@ _GUARD = "_zero3_guard"
 class Init(partition_parameters.Init):
     """See the base's."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._heap = HeapTrimmer()
-        super().__init__(*args, **kwargs)
+        # The batch sizes of a config are checked against the number of ranks, which without a backend is one.
+        if not comm.is_initialized():
+            comm.init_distributed()
+        super().__init__(*args, **options)
 
     def _post_init_method(self, module: Module) -> None:
         super()._post_init_method(module)
