@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from tests.harness import distributed
 from tests.models import build, token_ids, zero3_config
+from tests.trainer_runs import forget_earlier_trainers
 
 EXAMPLES = 5
 TIMEOUT_S = 120.0
@@ -55,12 +55,6 @@ def trainer_of(model: PreTrainedModel, folder: Path, gather: str) -> Trainer:
     return Trainer(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts())
 
 
-def forget_accelerate() -> None:
-    """It keeps its state for the life of a process; the next test of this process has another one."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
-
-
 def mean_loss(model: PreTrainedModel) -> float:
     with torch.no_grad():
         losses = [
@@ -76,7 +70,7 @@ def test_evaluation_with_a_last_batch_that_one_rank_lacks(
     rank: int, gather: str, train: bool, shared_dir: Path
 ) -> None:
     plain = build("llama")
-    forget_accelerate()
+    forget_earlier_trainers()
     try:
         trainer = trainer_of(copy.deepcopy(plain), shared_dir, gather)
         if train:
@@ -88,5 +82,5 @@ def test_evaluation_with_a_last_batch_that_one_rank_lacks(
             plain.load_state_dict(torch.load(shared_dir / "weights.pt"))
         logged = trainer.evaluate()
     finally:
-        forget_accelerate()
+        forget_earlier_trainers()
     assert logged["eval_loss"] == pytest.approx(mean_loss(plain), rel=1e-4)
