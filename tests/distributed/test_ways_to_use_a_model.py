@@ -178,3 +178,19 @@ def test_zero_init_as_the_first_thing_that_a_script_does(world_size: int) -> Non
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = linear()
         assert model.weight.ds_tensor.numel() == HIDDEN * HIDDEN // world_size
+
+
+@distributed(world_size=1)
+def test_optimizer_of_another_model() -> None:
+    model = seeded(linear)
+    optimizer = torch.optim.AdamW([*model.parameters()])
+    with pytest.raises(
+        ValueError, match=r"2 of the 2 parameters in group 0 of the optimizer are not in the model \(Linear"
+    ):
+        deepspeed.initialize(model=copy.deepcopy(model), optimizer=optimizer, config=untested_config())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=untested_config())
+    assert engine(hidden_states(seed=0)).shape[-1] == HIDDEN
+
+
+def untested_config() -> dict[str, Any]:
+    return {**zero3_config(), "zero_allow_untested_optimizer": True}

@@ -26,7 +26,8 @@ from deepspeed.runtime.zero.own_partition import read_own
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.saved_partitions import SavedPartitions, SubGroup
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from . import _base_stage3
 from ._base_stage3 import *  # noqa: F401,F403
@@ -41,7 +42,8 @@ _OFFLOADED_HERE = {
 class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
     """See the base's. It has the base's name, so what the base calls by its private names is overridden here too."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, module: Module, init_optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        _refuse_parameters_of_others(module, init_optimizer)
         self._parked: dict[int, Parameter] = {}
         """Gradients that wait until ranks that differ have met again; by the coordinator's number."""
         self._unsteady_gradients: set[int] = set()
@@ -55,7 +57,7 @@ class DeepSpeedZeroOptimizer_Stage3(_base_stage3.DeepSpeedZeroOptimizer_Stage3):
         self._offloaded: list[OffloadedStates] = []
         self._settled = False
         """All ranks have agreed on what is in the buckets."""
-        super().__init__(*args, **kwargs)
+        super().__init__(module, init_optimizer, *args, **kwargs)
         self._coordinator.gradients = self
         self.parameter_offload.restore_whole()
         # Of what may be in host memory, the base has put as much there for good as whole sub-groups take.
@@ -523,3 +525,18 @@ def _set_gradient(param: Parameter, gradient: Tensor) -> None:
     param.data = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
     param.grad = gradient
     param.data = data
+
+
+def _refuse_parameters_of_others(module: Module, optimizer: Optimizer) -> None:
+    """Raises a ValueError if the optimizer is to train what neither is in the module nor was partitioned before."""
+    own = {id(param) for param in module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        strange = [p for p in group["params"] if p.requires_grad and id(p) not in own and not hasattr(p, "ds_id")]
+        if strange:
+            raise ValueError(
+                f"{len(strange)} of the {len(group['params'])} parameters in group {number} of the optimizer are not "
+                f"in the model ({type(module).__name__}); the first has the shape {tuple(strange[0].shape)}. The "
+                "optimizer was made for another model, or before parameters of this one were replaced (by a copy, by "
+                "adapters, by resizing an embedding). Make it from the parameters of the model that "
+                "deepspeed.initialize gets."
+            )
