@@ -16,7 +16,9 @@ from tests.trainer_runs import Curve, Run, forget_earlier_trainers, logged, plai
 TIMEOUT_S = 240.0
 FP32 = Tolerance(rtol=1e-4, atol=1e-4)
 BF16 = Tolerance(rtol=2e-2, atol=2e-2)
-"""The gradients of two ranks are rounded before they are added; those of one batch are not."""
+"""The gradients of two ranks are rounded in another order than those of two batches."""
+BF16_NORM = Tolerance(rtol=0.15, atol=2e-2)
+"""The plain Trainer rounds its norms, too. In time, weights that differ by a rounding choose another expert."""
 
 
 def evaluations(run: Run) -> dict[str, Any]:
@@ -51,10 +53,13 @@ def check_curve(run: Run, plain: Curve, folder: Path) -> None:
     trainer = zero3_trainer(run, folder, **evaluations(run))
     trainer.train()
     tolerance = BF16 if run.bf16 else FP32
-    for name, expected in (("loss", plain.losses), ("grad_norm", plain.grad_norms)):
+    for name, expected, within in (
+        ("loss", plain.losses, tolerance),
+        ("grad_norm", plain.grad_norms, BF16_NORM if run.bf16 else FP32),
+    ):
         values = list(logged(trainer, name).values())
         assert len(values) == len(expected) == run.steps
-        tolerance.check(torch.tensor(values), torch.tensor(expected), name)
+        within.check(torch.tensor(values), torch.tensor(expected), name)
     assert bool(plain.eval_losses) == (run.model == "llama")
     assert logged(trainer, "eval_loss") == pytest.approx(plain.eval_losses, rel=tolerance.rtol)
     model = run.build()
