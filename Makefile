@@ -1,4 +1,4 @@
-# Three commands on a fresh machine: `make demo`, `make demo-tp` and `make test`. Each makes .venv first, with everything pinned.
+# Commands for a fresh machine: `make demo`, `make demo-tp`, `make demo-train`, `make test`. Each makes .venv first, all pinned.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -30,7 +30,7 @@ MARK := .made-by-make
 
 OVERLAY := $(shell find deepspeed op_builder csrc fork -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: help venv develop demo demo-tp test test-slow lint check bench clean tools
+.PHONY: help venv develop demo demo-tp demo-train test test-slow lint check bench clean tools
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -100,6 +100,20 @@ demo-tp: $(VENV)/.fork $(MODEL) ## the same MoE divided among 2 ranks by init_in
 	  examples/generate_tensor_parallel.py --model $(MODEL) --output $(CACHE)/demo/tokens-tp.json
 	@rm -f /dev/shm/deepspeed_allreduce_buffer_*_$(FREE_PORT)_*
 	$(PY) examples/compare_with_plain.py --model $(MODEL) --tokens $(CACHE)/demo/tokens-tp.json
+
+# $(call finetune,RUN,ARGUMENTS): the same 4 examples a step, on the text of this repository.
+finetune = examples/finetune_trainer.py --model $(DENSE) --text README.md docs/design.md docs/nvme.md --use_cpu \
+  --output_dir $(CACHE)/demo/train-$(1) --max_steps $(TRAIN_STEPS) --block_tokens 64 --save_strategy no \
+  --learning_rate 2e-5 --lr_scheduler_type constant --per_device_eval_batch_size 1 $(2)
+TRAIN_STEPS ?= 5
+
+demo-train: $(VENV)/.fork $(DENSE) ## fine-tune a real model with the Trainer, plain and under ZeRO-3 on 2 ranks, and compare the losses
+	@rm -f $(CACHE)/demo/train-*/losses.json
+	$(PY) $(call finetune,plain,--per_device_train_batch_size 4)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" deepspeed --log_level warning --master_port $(FREE_PORT) --num_accelerators 2 \
+	  $(call finetune,zero3,--per_device_train_batch_size 2 --deepspeed examples/ds_config_train_zero3.json)
+	@rm -f /dev/shm/deepspeed_allreduce_buffer_*_$(FREE_PORT)_*
+	$(PY) examples/compare_losses.py $(CACHE)/demo/train-plain/losses.json $(CACHE)/demo/train-zero3/losses.json
 
 test: $(VENV)/.fork ## run the suite
 	$(PY) -m pytest tests

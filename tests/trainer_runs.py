@@ -6,6 +6,7 @@ unequal length, so that a rank's mean over its own tokens is not the mean over a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from tests.models import ADAM_EPS, build, token_ids
 
+EXAMPLES_DIR = Path(__file__).resolve().parents[1] / "examples"
 EXAMPLES = 40
 LONGEST = 8
 IGNORED = -100
@@ -157,31 +159,16 @@ def forget_earlier_trainers() -> None:
 
 
 def ds_config(offload: str, nvme_path: Path) -> dict[str, Any]:
-    """A ds_config as users have it: whatever the Trainer can fill in is ``auto``."""
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
-    if offload != "none":
-        place = {"device": offload, "pin_memory": False}
-        if offload == "nvme":
+    """The ds_config of examples/ in which whatever the Trainer can fill in is ``auto``."""
+    name = "zero3" if offload == "none" else offload
+    config: dict[str, Any] = json.loads((EXAMPLES_DIR / f"ds_config_train_{name}.json").read_text())
+    # torch's AdamW and not DeepSpeed's, which would have to be compiled.
+    config["zero_force_ds_cpu_optimizer"] = False
+    for section in ("offload_param", "offload_optimizer"):
+        place = config["zero_optimization"].get(section, {})
+        if "nvme_path" in place:
             place["nvme_path"] = str(nvme_path)
-        zero |= {"offload_param": dict(place), "offload_optimizer": dict(place)}
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        # torch's AdamW and not DeepSpeed's, which would have to be compiled.
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-    }
+    return config
 
 
 def logged(trainer: Trainer, key: str) -> dict[int, float]:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from tests import shared_segments
-from tests.integration.loading import EXAMPLES, load_example
+from tests.integration.launching import launch
+from tests.integration.loading import load_example
 
 WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "what", "who", "where", "is", "was", "the", "sea", "poem", "write"]
 TEMPLATE = (
@@ -25,7 +21,6 @@ TEMPLATE = (
 )
 PROMPTS = ["what is the sea", "who was the", "write the poem"]
 NEW_TOKENS = 8
-LIMIT_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +73,6 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launch(ranks: int, *arguments: str | Path, example: str = "generate.py") -> subprocess.CompletedProcess[str]:
-    port = free_port()
-    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--master_port", str(port)]
-    command = [*launcher, "--num_accelerators", str(ranks), str(EXAMPLES / example), *map(str, arguments)]
-    scripts = str(Path(sys.executable).parent)
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
-    try:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    finally:
-        shared_segments.remove(shared_segments.named_after([port]))  # DeepSpeed leaves them behind
-
-
 class TestUnderTheLauncher:
     @pytest.mark.parametrize(("ranks", "offload"), [(1, "none"), (2, "none"), (2, "cpu")])
     def test_the_tokens_equal_plain_transformers(
@@ -112,7 +88,9 @@ class TestUnderTheLauncher:
     ) -> None:
         tokens = tmp_path / "tokens.json"
         files: list[str | Path] = ["--model", model, "--prompts", prompts, "--output", tokens]
-        generated = launch(ranks, *files, "--max-new-tokens", str(NEW_TOKENS), "--offload", offload)
+        generated = launch(
+            ranks, *files, "--max-new-tokens", str(NEW_TOKENS), "--offload", offload, example="generate.py"
+        )
         assert generated.returncode == 0, generated.stdout + generated.stderr
         announced = f"generating up to {NEW_TOKENS} tokens for each of 3 prompts on {ranks} ranks ..."
         assert generated.stdout.count(announced) == 1
@@ -154,7 +132,7 @@ class TestUnderTheLauncher:
     def test_an_error_of_the_user_is_one_line_and_the_exit_status(self, model: Path, tmp_path: Path) -> None:
         prompts = tmp_path / "one.txt"
         prompts.write_text("what is the sea\n")
-        result = launch(2, "--model", model, "--prompts", prompts)
+        result = launch(2, "--model", model, "--prompts", prompts, example="generate.py")
         assert result.returncode == 2
         assert result.stderr.count("one.txt: expected a prompt for each of 2 ranks, got 1") == 1
         assert "Traceback" not in result.stderr
