@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.own_partition import read_own, write_own
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GuestOffload, host_for
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.runtime.zero.saved_partitions import SavedPartitions
+from deepspeed.runtime.zero.vectors import laid_out_as_vectors
 from deepspeed.utils import log_dist
 from torch.nn import Module, Parameter
 
@@ -107,6 +108,10 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
                 self.optimizer.load_saved(self._saved(folder), load_optimizer_states=False)
                 self.optimizer.checkpoint_event_epilogue()
         return path, client_state
+
+    def _broadcast_model(self) -> None:
+        with laid_out_as_vectors(self.module.parameters()):
+            super()._broadcast_model()
 
     # -- ZeRO-3 --
 

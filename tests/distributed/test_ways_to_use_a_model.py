@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.comparisons import Tolerance, assert_released
+from tests.comparisons import Tolerance, assert_released, assert_same_weights
 from tests.distributed.twins import CLOSE, LR, Twins
 from tests.harness import distributed
 from tests.models import WEIGHT_DECAY, zero3_config
@@ -69,11 +69,25 @@ class GathersAhead(nn.Module):
         return output
 
 
+class Scaled(nn.Module):
+    """Scales by a number, and by weights that do not lie in memory as they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.turned = nn.Parameter(torch.randn(HIDDEN, HIDDEN).t() / 4)
+        self.cut = nn.Parameter(torch.randn(HIDDEN, 2 * HIDDEN)[:, :HIDDEN] / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.turned @ self.cut) * self.temperature
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "returns what its child returned": lambda: nn.Sequential(
         linear(), ReturnsWhatItsChildReturned(), ReturnsWhatItsChildReturned()
     ),
     "list of parameters": lambda: nn.Sequential(ListOfParameters(), linear()),
+    "a number, and weights that are not contiguous": lambda: nn.Sequential(linear(), Scaled(), Scaled(), linear()),
     "gathers ahead": lambda: nn.Sequential(linear(), GathersAhead(), linear()),
     "transformer encoder": lambda: nn.Sequential(
         *(nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, dropout=0.0, batch_first=True) for _ in range(2))
@@ -178,6 +192,27 @@ def test_zero_init_as_the_first_thing_that_a_script_does(world_size: int) -> Non
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = linear()
         assert model.weight.ds_tensor.numel() == HIDDEN * HIDDEN // world_size
+
+
+@distributed(world_size=2)
+def test_all_ranks_begin_with_the_weights_of_the_first(rank: int) -> None:
+    of_this_rank, of_the_first = (seeded(lambda: nn.Sequential(linear(), Scaled()), seed=seed) for seed in (rank, 0))
+    engine, *_ = deepspeed.initialize(model=of_this_rank, config=zero3_config())
+    assert_same_weights(engine.module, of_the_first)
+
+
+@distributed(world_size=2)
+def test_a_number_and_weights_that_are_not_contiguous_are_written_by_one_rank(rank: int) -> None:
+    config = zero3_config()
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(linear(), Scaled())
+    wanted = seeded(lambda: nn.Sequential(linear(), Scaled()), seed=3)
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=1):
+        if rank == 1:
+            model.load_state_dict(wanted.state_dict())
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert_same_weights(engine.module, wanted)
+    CLOSE.check(engine(hidden_states(seed=rank)), wanted(hidden_states(seed=rank)), "the output")
 
 
 @distributed(world_size=1)

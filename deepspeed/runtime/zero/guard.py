@@ -14,7 +14,8 @@ from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.own_partition import whole_host_bytes
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch.nn import Module
+from deepspeed.runtime.zero.vectors import as_vector
+from torch.nn import Module, Parameter
 
 _GUARD = "_zero3_guard"
 
@@ -28,6 +29,11 @@ class Init(partition_parameters.Init):
         if not comm.is_initialized():
             comm.init_distributed()
         super().__init__(*args, **options)
+
+    def _convert_to_deepspeed_param(self, param: Parameter) -> None:
+        super()._convert_to_deepspeed_param(param)
+        # It is sent to the other ranks and partitioned next; its shape is noted.
+        param.data = as_vector(param.data)
 
     def _post_init_method(self, module: Module) -> None:
         super()._post_init_method(module)

@@ -21,12 +21,12 @@ from deepspeed.runtime.zero.fetch_plan import Budgets
 from deepspeed.runtime.zero.gather import Gatherer, is_on_disk
 from deepspeed.runtime.zero.gather_mode import GatherMode
 from deepspeed.runtime.zero.granularity import find_leaves
-from deepspeed.runtime.zero.guard import remove_guard
+from deepspeed.runtime.zero.guard import Init, remove_guard
 from deepspeed.runtime.zero.lockstep import DEFAULT_TIMEOUT_S, LockstepError, Peers
 from deepspeed.runtime.zero.lone_generate import generate_alone
 from deepspeed.runtime.zero.node_store import NodeStore
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus, _init_external_params
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _init_external_params
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     Node,
     PartitionedParameterCoordinator,

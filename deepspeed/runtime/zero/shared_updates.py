@@ -11,6 +11,7 @@ from typing import Any, Optional, Protocol
 from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.own_partition import whole_host_bytes
+from deepspeed.runtime.zero.vectors import laid_out_as_vectors
 from torch.nn import Module, Parameter
 
 _CARETAKER = "ds_caretaker"
@@ -77,7 +78,9 @@ class GatheredParameters(partition_parameters.GatheredParameters):
         if self._parts:
             self._entered.__exit__(*exc)
             return
-        super().__exit__(*exc)
+        sent = self.params if self.enabled and self.src_rank is not None else ()
+        with laid_out_as_vectors(sent):
+            super().__exit__(*exc)
         if self.enabled:
             _HEAP.freed(whole_host_bytes(param for param in self.params if not param.numel()))
         if self._caretaker is not None and exc and exc[0] is not None:
