@@ -36,7 +36,7 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-SLACK_BYTES = 32 * 2**20
+SLACK_BYTES = 48 * 2**20
 """The Python objects of the model, and memory that was freed and is not given back yet."""
 MERGED = 3
 """transformers merges the experts of a layer on the rank that reads, which takes so many times their largest tensor."""
