@@ -20,7 +20,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(ranks: int, *arguments: str | Path, example: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    ranks: int, *arguments: str | Path, example: str, limit_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     port = free_port()
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--master_port", str(port)]
     command = [*launcher, "--num_accelerators", str(ranks), str(EXAMPLES / example), *map(str, arguments)]
@@ -28,6 +30,6 @@ def launch(ranks: int, *arguments: str | Path, example: str) -> subprocess.Compl
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
     try:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     finally:
         shared_segments.remove(shared_segments.named_after([port]))  # DeepSpeed leaves them behind

@@ -188,8 +188,13 @@ def test_metrics_of_a_last_batch_that_one_rank_lacks() -> None:
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-def test_a_student_learns_from_a_teacher_with_a_plugin_of_its_own(rank: int, world_size: int) -> None:
-    accelerator = accelerator_with({"student": plugin(), "teacher": plugin(train_micro_batch_size_per_gpu=1)})
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_student_learns_from_a_teacher_with_a_plugin_of_its_own(stage: int, rank: int, world_size: int) -> None:
+    plugins = {
+        "student": plugin(zero_optimization={"stage": stage}),
+        "teacher": plugin(train_micro_batch_size_per_gpu=1),
+    }
+    accelerator = accelerator_with(plugins)
     student = build("llama").train()
     student, optimizer, loader = accelerator.prepare(student, adamw(student), texts())
     accelerator.state.select_deepspeed_plugin("teacher")

@@ -100,6 +100,32 @@ def test_two_ranks_under_the_launcher_equal_plain_python(
     assert not torch.equal(saved.lm_head.weight, AutoModelForCausalLM.from_pretrained(model).lm_head.weight)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["smollm2", "smollm2-moe"])
+def test_20_steps_of_a_real_model_equal_plain_python(
+    name: str, ranks: int, finetune: ModuleType, compare_losses: ModuleType, tmp_path: Path
+) -> None:
+    """What `make demo-train` does, for longer, with the dense model and with the mixture made from it."""
+    folder = EXAMPLES.parent / ".cache/models" / name
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there: make demo-train writes it")
+    text = EXAMPLES.parent / "docs/design.md"
+    given = ["--block_tokens", "32", "--max_steps", "20", "--learning_rate", "2e-5"]
+    with pytest.MonkeyPatch.context() as patched:
+        plain = [*arguments(folder, text, tmp_path / "plain"), *given, "--per_device_train_batch_size", "2"]
+        patched.setattr("sys.argv", ["x", *plain])
+        finetune.main()
+        forget_earlier_trainers()
+    zero3 = [*arguments(folder, text, tmp_path / "zero3"), *given, "--per_device_train_batch_size", str(2 // ranks)]
+    config = EXAMPLES / "ds_config_train_zero3.json"
+    trained = launch(ranks, *zero3, "--deepspeed", config, example="finetune_trainer.py", limit_s=3600)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["x", *(str(tmp_path / run / "losses.json") for run in ("plain", "zero3"))])
+        assert compare_losses.main() == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
