@@ -195,9 +195,9 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Load what ZeRO-3 does not partition; see the base's for all else."""
+        """Load what ZeRO-3 does not partition; see the base's for all else, such as whole parameters."""
         here = self._partitions_are_loaded_here()
-        if here and custom_load_fn is None:
+        if here and custom_load_fn is None and not fetch_z3_params:
             _load_whole_tensors(self.module, checkpoint["module"], strict)
             return
         if here:
