@@ -679,7 +679,9 @@ class DeepSpeedZeRoOffload:
     def _attach(self, module: Module, around: frozenset[int]) -> None:
         """Give ``module`` hooks, if it is the root or needs what is not always whole."""
         is_root = module is self.module
-        if is_root and self.store is not None:
+        runs_passes = is_root and not all(is_resident(p) for p in self.module.parameters() if is_zero_param(p))
+        if is_root and self.store is not None and not runs_passes:
+            # Else the coordinator does it, with each module.
             show_progress = self.store.show_progress
             self.forward_hooks.append(module.register_forward_pre_hook(lambda called, args: show_progress()))
         if is_root and self._residents.params and self.store is None:
@@ -691,7 +693,6 @@ class DeepSpeedZeRoOffload:
         own = [p for p in _distinct(module.parameters(recurse=self._is_leaf(module))) if is_zero_param(p)]
         needed = [p for p in own if not p.ds_persist]
         external = [p for p in module._external_params.values() if is_zero_param(p) and not p.ds_persist]
-        runs_passes = is_root and not all(is_resident(p) for p in self.module.parameters() if is_zero_param(p))
         if not needed and not external and not runs_passes:
             return
         node = self._nodes.get(module)
