@@ -46,6 +46,11 @@ ADAPTERS: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
     "lora on experts": ("mixtral", lambda: lora(target_parameters=EXPERTS)),
 }
 """The name of the model, and what is put on it."""
+DEFAULT_KINDS = ("lora", "prompt", "lora on experts")
+KINDS = pytest.mark.parametrize(
+    "kind", [kind if kind in DEFAULT_KINDS else pytest.param(kind, marks=pytest.mark.slow) for kind in ADAPTERS]
+)
+GATHERS = pytest.mark.parametrize("gather", ["auto", pytest.param("collective", marks=pytest.mark.slow)])
 
 
 class Pair:
@@ -113,7 +118,7 @@ def plain_with_adapters(base: PreTrainedModel, folder: Path) -> Any:
 
 
 @distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("kind", ADAPTERS)
+@KINDS
 def test_adapters_are_trained_saved_and_loaded(kind: str, shared_dir: Path) -> None:
     pair = Pair(kind, shared_dir)
     pair.train()
@@ -135,9 +140,11 @@ def test_adapters_are_trained_saved_and_loaded(kind: str, shared_dir: Path) -> N
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("kind", ["lora", "dora", "lora on experts"])
-@pytest.mark.parametrize("gather", ["auto", "collective"])
+@KINDS
+@GATHERS
 def test_adapters_are_merged(kind: str, gather: str, rank: int, shared_dir: Path) -> None:
+    if kind == "prompt":
+        pytest.skip("there is nothing to merge it with")
     pair = Pair(kind, shared_dir, gather)
     pair.train()
     with deepspeed.zero.GatheredParameters(list(pair.model.parameters()), modifier_rank=0):
@@ -153,7 +160,7 @@ def test_adapters_are_merged(kind: str, gather: str, rank: int, shared_dir: Path
 
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("gather", ["auto", "collective"])
+@GATHERS
 def test_adapters_are_switched_between_steps(gather: str, shared_dir: Path) -> None:
     """The model without its adapters is the reference of the one with them: trl's way to have one model less."""
     pair = Pair("lora", shared_dir, gather)
@@ -188,7 +195,7 @@ def test_two_adapters(shared_dir: Path) -> None:
 
 @distributed(world_size=2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("kind", ["lora", "lora on experts"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "lora on experts"])
 def test_gradient_checkpointing_over_frozen_weights(kind: str, reentrant: bool, shared_dir: Path) -> None:
     pair = Pair(kind, shared_dir)
     pair.engine.train()
