@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests import shared_segments
 from tests.integration.started_ranks import environment, free_port
 from tests.models import build, zero3_config
 
@@ -170,6 +171,7 @@ def main(folder: Path, ranks: int = 2) -> int:
                 for rank in range(ranks)
             }
             failed = _wait(processes)
+            shared_segments.remove(shared_segments.named_after([port]))  # DeepSpeed leaves them behind
             if failed:
                 logs = "\n".join(f"rank {r}:\n{log_of(folder, run, r).read_text()[-2500:]}" for r in range(ranks))
                 print(f"{run}: {failed}\n{logs}")
