@@ -45,7 +45,7 @@ from tests.module_graphs import (
 )
 
 WORLD_SIZES = (1, 2)
-QUICK_EXAMPLES = 150
+QUICK_EXAMPLES = 60
 SLOW_EXAMPLES = 2_500
 TIMEOUT_S = 60.0
 """Some hundred times what a program takes, since the first one of a pool waits for what DeepSpeed imports late."""
