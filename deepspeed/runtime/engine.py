@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.own_partition import read_own, write_own
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, GuestOffload, host_for
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.runtime.zero.residents import is_resident
 from deepspeed.runtime.zero.saved_partitions import SavedPartitions
 from deepspeed.runtime.zero.vectors import laid_out_as_vectors
 from deepspeed.utils import log_dist
@@ -244,6 +245,18 @@ class DeepSpeedEngine(_base_engine.DeepSpeedEngine):
         """Where a checkpoint has this rank's files of an optimizer on NVMe."""
         rank = self.local_rank if self.use_node_local_storage() else self.global_rank
         return checkpoint / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """See the base's. Rank 0 gets values that later steps do not change, though parameters may be views."""
+        state = super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        gathered = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not is_resident(p)}
+        copies: dict[int, torch.Tensor] = {}  # Of tied parameters there is one.
+        for name, value in (state or {}).items():
+            if name not in gathered:
+                if id(value) not in copies:
+                    copies[id(value)] = value.clone()
+                state[name] = copies[id(value)]
+        return state
 
     def _get_param_fragment_func(self, param: Parameter) -> torch.Tensor:
         return read_own(param) if is_zero_param(param) else param.detach().cpu()

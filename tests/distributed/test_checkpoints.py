@@ -348,6 +348,29 @@ def test_files_hold_a_rank_s_own_part_alone(gather: str, rank: int, shared_dir: 
     assert (folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").stat().st_size < 4 * frozen // 2 + room
 
 
+@distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("case", [Case(), Case("cpu", "auto"), Case(gather="auto"), Case("nvme", "auto")], ids=str)
+def test_whole_state_on_rank_0(case: Case, rank: int, shared_dir: Path) -> None:
+    """It is a copy: training goes on without it. Of an engine that only infers, too."""
+    engine = engine_of(0, case, shared_dir)
+    train(engine, range(BEFORE), case)
+    state = engine._zero3_consolidated_16bit_state_dict()
+    train(engine, range(BEFORE, STEPS), case)
+    if rank == 0:
+        compare_states(state, BEFORE, case)
+        assert state["head.weight"] is state["embedding.weight"]
+    compare(engine, STEPS, case)
+    config = case.config(shared_dir)
+    config["zero_optimization"].pop("offload_optimizer", None)
+    inferring, *_ = deepspeed.initialize(model=trained_plainly(BEFORE, case)[0], config=config)
+    state = inferring._zero3_consolidated_16bit_state_dict()
+    with deepspeed.zero.GatheredParameters(list(inferring.module.parameters()), modifier_rank=0):
+        for parameter in inferring.module.parameters() if rank == 0 else ():
+            parameter.data.zero_()
+    if rank == 0:
+        compare_states(state, BEFORE, case)
+
+
 def names_in(file: Path) -> set[str]:
     """The classes and functions that unpickling a file of torch.save looks up."""
     with zipfile.ZipFile(file) as archive:

@@ -36,7 +36,7 @@ def saved(trainer: Trainer, folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-@distributed(world_size=2, timeout_s=TIMEOUT_S)
+@distributed(world_size=(1, 2), timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize(
     "run",
     [Run("mixtral", offload="cpu", bf16=True), Run("gpt2", offload="nvme", accumulation=2, clipped=True)],

@@ -445,6 +445,7 @@ class DeepSpeedZeRoOffload:
         self.param_coordinator.wait_for_flight()
         params = [param] if param_list is None else list(param_list)
         others = [p for p in params if not is_resident(p)]
+        self._residents.restore(p for p in params if is_resident(p))
         if param_list is not None:
             self._residents.lend(p for p in params if is_resident(p))
         if not others:
