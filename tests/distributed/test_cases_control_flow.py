@@ -324,7 +324,9 @@ def traffic_of(schedule: Sequence[int], evaluates: bool) -> Traffic:
 
 
 @distributed(world_size=(1, 2), timeout_s=60)
-@pytest.mark.parametrize("evaluates", [False, True], ids=["train", "forward without grad between"])
+@pytest.mark.parametrize(
+    "evaluates", [pytest.param(False, marks=pytest.mark.slow), True], ids=["train", "forward without grad between"]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_paths_in_turn_gather_no_more_than_each_alone(schedule: str, evaluates: bool, world_size: int) -> None:
     turns = SCHEDULES[schedule]

@@ -265,16 +265,18 @@ def test_training_when_matrices_on_nvme_are_persistent(shared_dir: Path, optimiz
 @pytest.mark.parametrize(
     ("parameters", "optimizer", "options"),
     [
-        ("nvme", "cpu", {}),
+        pytest.param("nvme", "cpu", {}, marks=pytest.mark.slow),  # test_checkpoints.py has it too.
         ("nvme", "nvme", {}),
-        ("nvme", "nvme", {"sub_group_size": MATRIX_NUMEL}),
+        pytest.param("nvme", "nvme", {"sub_group_size": MATRIX_NUMEL}, marks=pytest.mark.slow),
         ("nvme", "nvme", {"sub_group_size": MATRIX_NUMEL, "stage3_param_persistence_threshold": 2 * WIDTH}),
         ("cpu", "nvme", {"sub_group_size": MATRIX_NUMEL}),
         ("none", "nvme", {}),
     ],
     ids=["cpu", "nvme", "sub-groups", "persistent biases", "parameters on the host", "parameters not offloaded"],
 )
-@pytest.mark.parametrize("by_another", [True, False], ids=["another engine", "the same engine"])
+@pytest.mark.parametrize(
+    "by_another", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["another engine", "the same engine"]
+)
 def test_checkpoint(
     shared_dir: Path, parameters: str, optimizer: str, options: dict[str, Any], by_another: bool
 ) -> None:
