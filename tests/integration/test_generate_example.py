@@ -74,7 +74,10 @@ def prompts(tmp_path: Path) -> Path:
 
 
 class TestUnderTheLauncher:
-    @pytest.mark.parametrize(("ranks", "offload"), [(1, "none"), (2, "none"), (2, "cpu")])
+    @pytest.mark.parametrize(
+        ("ranks", "offload"),
+        [(2, "cpu"), *(pytest.param(ranks, "none", marks=pytest.mark.slow) for ranks in (1, 2))],
+    )
     def test_the_tokens_equal_plain_transformers(
         self,
         model: Path,

@@ -52,7 +52,7 @@ def check(mode: str, folder: Path, shape: tuple[int, int, int], limit_bytes: flo
     assert not list(folder.rglob("*.swp"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_model_of_twice_its_memory(mode: str, tmp_path: Path) -> None:
     check(mode, tmp_path, (16, 4, 16_000), limit_bytes=0.2 * GIB)
 

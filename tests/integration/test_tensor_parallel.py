@@ -46,7 +46,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
     return folder, model.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False).tolist()
 
 
-@pytest.mark.parametrize(("way", "source"), [("deepspeed", "folder"), ("torchrun", "in-memory")])
+@pytest.mark.parametrize(
+    ("way", "source"), [("deepspeed", "folder"), pytest.param("torchrun", "in-memory", marks=pytest.mark.slow)]
+)
 def test_memory_of_a_rank_is_that_of_its_share(
     way: str, source: str, large: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
