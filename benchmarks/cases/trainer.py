@@ -11,11 +11,11 @@ from benchmarks.case import Case, Rank
 from benchmarks.figure import Better, Figure
 from benchmarks.peak_memory import HighWaterMark, in_fresh_process
 
-LAYERS = 6
+LAYERS = 4
 HIDDEN = 256
 BATCH = 4
 SEQUENCE = 128
-WARM_UP_STEPS = 4
+WARM_UP_STEPS = 3
 MODELS = ("dense", "mixture of experts")
 
 
@@ -32,7 +32,7 @@ class Run:
 def measure(rank: Rank) -> list[Figure]:
     """Each model in processes of its own, plain (data-parallel where there are several ranks) and under ZeRO-3."""
     figures = []
-    steps = rank.choose(full=24, quick=6)
+    steps = rank.choose(full=10, quick=4)
     for name in MODELS:
         plain, zero = (
             in_fresh_process(_train, name, deepspeed, steps, rank.scratch_dir) for deepspeed in (False, True)
