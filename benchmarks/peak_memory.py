@@ -32,16 +32,19 @@ class HighWaterMark:
     """
 
     def __init__(self) -> None:
-        self._baseline_bytes = self._read_bytes("VmRSS")
+        self._baseline_bytes = self._read_bytes("VmRSS") - self._others_bytes()
         self._reset()
 
     def take_bytes(self) -> int:
         """The peak since the last look, with this rank's part of what ranks share; the next starts at what is there."""
-        ranks = int(os.environ["WORLD_SIZE"])
-        others_bytes = self._read_bytes("RssShmem") * (ranks - 1) // ranks
-        peak_bytes = self._read_bytes("VmHWM") - self._baseline_bytes - others_bytes
+        peak_bytes = self._read_bytes("VmHWM") - self._others_bytes() - self._baseline_bytes
         self._reset()
         return peak_bytes
+
+    def _others_bytes(self) -> int:
+        """The other ranks' parts of what is shared now."""
+        ranks = int(os.environ["WORLD_SIZE"])
+        return self._read_bytes("RssShmem") * (ranks - 1) // ranks
 
     @staticmethod
     def _reset() -> None:
