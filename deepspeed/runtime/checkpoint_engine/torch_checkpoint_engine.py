@@ -7,6 +7,9 @@ the next collective.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Optional
 
 from deepspeed import comm as dist
@@ -66,12 +69,23 @@ class TorchCheckpointEngine(_base_torch_checkpoint_engine.TorchCheckpointEngine)
         Raises:
             RuntimeError: it is damaged.
         """
-        try:
+        with naming_damage(path):
             return super().load(path, map_location)
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise RuntimeError(f"{path}: damaged, or not written by save_checkpoint ({_in_one_line(error)})") from error
+
+
+@contextmanager
+def naming_damage(path: str | Path) -> Iterator[None]:
+    """Have what torch says of a file that it cannot read name the file.
+
+    Raises:
+        RuntimeError: it is damaged.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise RuntimeError(f"{path}: damaged, or not written by save_checkpoint ({_in_one_line(error)})") from error
 
 
 def _of_all_ranks(mine: Optional[str]) -> list[Optional[str]]:

@@ -7,7 +7,6 @@ asked for, and a rank never holds more than its own part.
 from __future__ import annotations
 
 import math
-import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Optional
 
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import naming_damage
 
 
 def partition_numel(numel: int, ranks: int) -> int:
@@ -222,11 +222,9 @@ class SavedPartitions:
                 raise FileNotFoundError(
                     f"{path}: no such file. A checkpoint of ZeRO-3 has one of each rank that saved it; all are needed."
                 )
-            try:
+            with naming_damage(path):
                 # A checkpoint may have been saved in torch's older format, which cannot be mapped.
                 self._loaded[path] = torch.load(
                     path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False
                 )
-            except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-                raise RuntimeError(f"{path}: damaged, or not written by save_checkpoint ({error})") from error
         return self._loaded[path]
