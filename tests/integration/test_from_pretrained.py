@@ -36,10 +36,6 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-SLACK_BYTES = 48 * 2**20
-"""The Python objects of the model, and memory that was freed and is not given back yet."""
-MERGED = 3
-"""transformers merges the experts of a layer on the rank that reads, which takes so many times their largest tensor."""
 LOGITS = Tolerance(rtol=1e-4, atol=1e-4)
 
 
@@ -139,14 +135,17 @@ def test_weight_that_the_checkpoint_lacks_is_told_and_initialised(what: str, ran
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_memory_of_a_rank_is_that_of_its_share(name: str, device: str, tmp_path: Path) -> None:
-    """C26: from_pretrained and initialize, of a model of 360 or 440 MB, on 2 ranks."""
+    """C26: from_pretrained and initialize, of a model of 360 or 430 MB, on 2 ranks.
+
+    On the rank that reads, transformers merges the experts of a layer, which takes twice their largest tensor.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         plain: PreTrainedModel = (
             LlamaForCausalLM(LlamaConfig(**WIDE, hidden_size=1024, intermediate_size=2816, num_hidden_layers=7))
             if name == "llama"
             else MixtralForCausalLM(
-                MixtralConfig(**WIDE, hidden_size=768, intermediate_size=1024, num_hidden_layers=5, num_local_experts=8)
+                MixtralConfig(**WIDE, hidden_size=768, intermediate_size=512, num_hidden_layers=9, num_local_experts=8)
             )
         )
     plain.eval().save_pretrained(tmp_path / "model", max_shard_size="100MB")
@@ -159,5 +158,4 @@ def test_memory_of_a_rank_is_that_of_its_share(name: str, device: str, tmp_path:
             name, device, number, rank["peak_bytes"] / rank["model_bytes"], rank["largest_bytes"] / rank["model_bytes"]
         )
         LOGITS.check(torch.tensor(rank["logits"]), logits, f"the logits of rank {number}")
-        largest = rank["largest_bytes"] * (1 + MERGED * (name == "mixtral" and number == 0))
-        assert rank["peak_bytes"] <= 1.3 * rank["model_bytes"] / 2 + largest + SLACK_BYTES
+        assert rank["peak_bytes"] <= 1.3 * rank["model_bytes"] / 2 + rank["largest_bytes"]

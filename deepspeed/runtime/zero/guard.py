@@ -2,19 +2,23 @@
 engine.
 
 It gives back the memory of what it partitioned: a model is made parameter by parameter, and the heap of the C library
-would keep the size of many of them.
+would keep the size of many of them. Between CPUs parameters are gathered where they stay, without the copy of all of
+them that gloo's all-gather makes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Optional
 
+import torch
 from deepspeed import comm
 from deepspeed.runtime.swap_tensor.heap import HeapTrimmer
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import pairwise, partition_parameters
 from deepspeed.runtime.zero.own_partition import whole_host_bytes
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.vectors import as_vector
+from torch.distributed import ProcessGroupGloo
 from torch.nn import Module, Parameter
 
 _GUARD = "_zero3_guard"
@@ -34,6 +38,41 @@ class Init(partition_parameters.Init):
         super()._convert_to_deepspeed_param(param)
         # It is sent to the other ranks and partitioned next; its shape is noted.
         param.data = as_vector(param.data)
+
+    def _allgather_params_sequential(self, param_list: Sequence[Parameter], hierarchy: int = 0) -> None:
+        others = self._gather_in_place(param_list)
+        super()._allgather_params_sequential(others, hierarchy)
+
+    def _allgather_params_coalesced(
+        self, param_list: Sequence[Parameter], hierarchy: int = 0, quantize: bool = False
+    ) -> None:
+        others = self._gather_in_place(param_list)
+        super()._allgather_params_coalesced(others, hierarchy, quantize)
+
+    def _gather_in_place(self, params: Sequence[Parameter]) -> list[Parameter]:
+        """Make them whole, all at once; returns those that have to go another way, which are the same on all ranks."""
+        started: list[tuple[Parameter, torch.Tensor, pairwise.PairwiseGather]] = []
+        others: list[Parameter] = []
+        for param in params:
+            shard = param.ds_tensor
+            group = self._gloo_group_of(param)
+            if group is None or not shard.ds_numel or hasattr(shard, "ds_quant_scale"):
+                others.append(param)
+                continue
+            whole = torch.empty(group.size(), shard.ds_numel, dtype=shard.dtype)
+            whole[group.rank()].copy_(shard)
+            started.append((param, whole, pairwise.all_gather_into_tensor(whole, whole[group.rank()], group=group)))
+        for param, whole, gather in started:
+            gather.wait()
+            param.data = whole.view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
+        return others
+
+    def _gloo_group_of(self, param: Parameter) -> Optional[ProcessGroupGloo]:
+        """Between which ranks it is partitioned, if they are connected by gloo and compute on the CPU."""
+        if self.local_device.type != "cpu":
+            return None
+        backend = self.get_partition_dp_group(param)._get_backend(self.local_device)
+        return backend if isinstance(backend, ProcessGroupGloo) else None
 
     def _post_init_method(self, module: Module) -> None:
         super()._post_init_method(module)

@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroupGloo, Work
 
 TAGS = 2**31
 """Gloo's tags are non-negative int32."""
+NO_LIMIT_OF_ITS_OWN = datetime.timedelta()
+"""What torch takes for the time limit of the group."""
 
 
 class Channel(enum.IntEnum):
@@ -36,8 +38,11 @@ class PairwiseGather:
     tensors: Sequence[torch.Tensor]
     """What gloo reads and writes until it is over."""
 
-    def wait(self, timeout: datetime.timedelta) -> None:
+    def wait(self, timeout: datetime.timedelta = NO_LIMIT_OF_ITS_OWN) -> None:
         """Return when every rank's part has arrived and this one's has been sent.
+
+        Args:
+            timeout: how long that may take; the group's own limit if not given.
 
         Raises:
             RuntimeError: a rank ended, or did not come in time; the group is of no use any more.

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 
 _CARETAKER = "ds_caretaker"
 _HEAP = HeapTrimmer()
-"""transformers loads a checkpoint through here."""
+"""Every weight that transformers reads from a checkpoint passes here."""
 
 
 class Caretaker(Protocol):
@@ -72,6 +72,9 @@ class GatheredParameters(partition_parameters.GatheredParameters):
             return
         if self.enabled and self.src_rank is not None and self._caretaker is not None:
             self._caretaker.agree_on_update()
+        if self.enabled:
+            # What was read for it has freed as much (transformers merges the experts of a layer).
+            _HEAP.freed(whole_host_bytes(self.params))
         super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
